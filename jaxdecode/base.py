@@ -1,0 +1,199 @@
+"""The contract every part meets at: models, decoders, rules, results, and operations on rows.
+
+A *model* is two pure functions, a *decoder* is three, and everything that may differ from row to row
+travels in pytrees whose leaves have the row first. Decoders never import models, models never import
+decoders: they meet here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxdecode.transforms.core import LogitsTransform
+
+__all__ = [
+    "Cache",
+    "Decoder",
+    "Finish",
+    "Generated",
+    "Model",
+    "Params",
+    "Prompt",
+    "RowNode",
+    "Rules",
+    "Shared",
+    "StepInfo",
+    "put_rows",
+    "repeat_rows",
+    "take_rows",
+]
+
+Params = Any
+Cache = Any
+
+
+class Model(NamedTuple):
+    """Any model, as two pure functions.
+
+    ``init_cache(params, batch_size, max_len) -> cache``: an empty cache; ValueError if ``max_len`` exceeds the
+    model's context.
+
+    ``apply(params, tokens[B,S], cache, *, lengths[B]=None, logits_at[B,K]=None) -> (logits, cache)``: process S
+    more tokens of each row. ``lengths`` counts a row's real tokens, the rest of the row is padding on the right (0
+    leaves the row untouched, None means S). ``logits_at`` names the positions of this call whose logits are wanted:
+    [B,K,V]; K=0 runs no output head, None wants all S. Logits are float32, or float64 when the params are.
+    """
+
+    init_cache: Callable[..., Cache]
+    apply: Callable[..., tuple[jax.Array, Cache]]
+
+
+class Prompt(NamedTuple):
+    """Right-padded prompts: ``tokens[B,S]``, ``length[B]`` >= 1, ``cached[B]`` = leading tokens the cache holds."""
+
+    tokens: jax.Array
+    length: jax.Array
+    cached: jax.Array
+
+
+class Decoder(NamedTuple):
+    """A decoding strategy, as three pure functions.
+
+    ``init(params, keys[B], Prompt, rules, *, max_new_tokens, cache=None) -> state`` checks and prefills,
+    ``step(params, state) -> (state, StepInfo)`` is the body of the loop, ``finish(state) -> Generated``.
+    """
+
+    init: Callable[..., Any]
+    step: Callable[[Params, Any], tuple[Any, StepInfo]]
+    finish: Callable[[Any], Generated]
+
+
+class Finish(enum.IntEnum):
+    """Why a row ended."""
+
+    RUNNING = 0
+    EOS = 1  # an end id was chosen
+    STOP = 2  # a stop sequence was completed
+    LENGTH = 3  # the row's own limit, or a full cache
+    NO_TOKEN = 4  # nothing was left to choose from
+    NAN = 5  # the model's logits held NaN or +inf
+    INVALID = 6  # a traced setting was out of range
+
+
+class StepInfo(NamedTuple):
+    """What one step did: ``tokens[B,M]``, of which ``count[B]`` are real, their raw log probabilities and margins."""
+
+    tokens: jax.Array
+    count: jax.Array
+    logprob: jax.Array
+    margin: jax.Array
+    finish: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Everything that may differ by row.
+
+    transform: the processing chain. greedy[B]: the row takes the arg max and skips filters. eos[B,E]: end ids, padded
+    with -1. limit[B]: most new tokens; a negative limit marks a row whose traced settings were out of range.
+    stop[B,n,L]: stop sequences, aligned right and padded with -1 on the left (all -1: unused).
+    """
+
+    transform: LogitsTransform
+    greedy: jax.Array
+    eos: jax.Array
+    limit: jax.Array
+    stop: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """The result of decoding; output only, never the prompt.
+
+    tokens[B,N] (-1 past ``length``), length[B], logprob[B,N] under the raw model law (temperature 1),
+    processed_logprob[B,N] under the law really drawn from (0 for greedy rows), margin[B,N] and set_margin[B,N] (how
+    far the choice was from another one; logits for greedy rows, probability otherwise), finish[B] (``Finish``).
+    Past ``length`` log probabilities are 0 and margins +inf.
+    """
+
+    tokens: jax.Array
+    length: jax.Array
+    logprob: jax.Array
+    processed_logprob: jax.Array
+    margin: jax.Array
+    set_margin: jax.Array
+    finish: jax.Array
+
+    def to_lists(self) -> list[list[int]]:
+        """Output ids of every row, the end token included."""
+        tokens, length = np.asarray(self.tokens), np.asarray(self.length)
+        return [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]
+
+
+@runtime_checkable
+class RowNode(Protocol):
+    """A pytree node that owns its row operations, because its leaves do not simply have the row first."""
+
+    def take_rows(self, rows: jax.Array) -> Any: ...
+
+    def repeat_rows(self, n: int) -> Any: ...
+
+    def put_rows(self, rows: jax.Array, new: Any) -> Any: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """One table for all rows: row operations leave it alone."""
+
+    value: Any
+
+    def take_rows(self, rows: jax.Array) -> Shared:
+        return self
+
+    def repeat_rows(self, n: int) -> Shared:
+        return self
+
+    def put_rows(self, rows: jax.Array, new: Shared) -> Shared:
+        return self
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, RowNode)
+
+
+def take_rows(tree: Any, rows: jax.Array) -> Any:
+    """Rows ``rows[R]`` (int, in range) of every leaf of ``tree``, in that order."""
+
+    def take(x: Any) -> Any:
+        return x.take_rows(rows) if _is_node(x) else jnp.take(x, rows, axis=0)
+
+    return jax.tree.map(take, tree, is_leaf=_is_node)
+
+
+def repeat_rows(tree: Any, n: int) -> Any:
+    """Every row ``n`` times, copies side by side: row r becomes rows r*n .. r*n + n-1."""
+
+    def repeat(x: Any) -> Any:
+        return x.repeat_rows(n) if _is_node(x) else jnp.repeat(x, n, axis=0)
+
+    return jax.tree.map(repeat, tree, is_leaf=_is_node)
+
+
+def put_rows(tree: Any, rows: jax.Array, new: Any) -> Any:
+    """``tree`` with row ``rows[i]`` replaced by row i of ``new``; an index out of range is dropped."""
+
+    def put(x: Any, y: Any) -> Any:
+        return x.put_rows(rows, y) if _is_node(x) else x.at[rows].set(y, mode="drop")
+
+    return jax.tree.map(put, tree, new, is_leaf=_is_node)

@@ -1,0 +1,112 @@
+"""What every strategy does with a model: ask for its vocabulary, check it, prefill, run one call."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdecode import checks, kvcache
+from jaxdecode.base import Cache, Finish, Model, Params, Prompt, Rules
+
+__all__ = ["check_prompt", "check_rules", "forward", "logits_spec", "prefill", "room", "settled"]
+
+CHUNK = 512  # prompt tokens per prefill pass: bounds its memory, and costs nothing on the machines measured
+
+
+def logits_spec(model: Model, params: Params, cache: Cache) -> jax.ShapeDtypeStruct:
+    """Shape [B,1,V] and dtype of the model's logits, without running it. ValueError if it breaks the contract."""
+    batch = jax.tree.leaves(cache)[0].shape[0] if jax.tree.leaves(cache) else 1
+
+    def probe(params: Params, cache: Cache) -> jax.Array:
+        tokens, one = jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch,), jnp.int32)
+        return model.apply(params, tokens, cache, lengths=one, logits_at=tokens)[0]
+
+    spec = jax.eval_shape(probe, params, cache)
+    ok = len(spec.shape) == 3 and spec.shape[:2] == (batch, 1) and jnp.issubdtype(spec.dtype, jnp.floating)
+    checks.require(ok, "model.apply logits", f"floating [{batch}, 1, V]", f"{spec.dtype}{list(spec.shape)}")
+    wide = jnp.promote_types(spec.dtype, jnp.float32)
+    return jax.ShapeDtypeStruct(spec.shape, wide)
+
+
+def check_prompt(prompt: Prompt, keys: jax.Array, vocab_size: int) -> jax.Array:
+    """Check a prompt; returns valid[B], false for rows whose traced values are out of range."""
+    tokens, length, cached = prompt
+    checks.require(np.ndim(tokens) == 2 and tokens.shape[1] >= 1, "prompt.tokens", "shape [B, S], S >= 1", tokens.shape)
+    batch, size = tokens.shape
+    for name, x in (("length", length), ("cached", cached), ("keys", keys)):
+        checks.require(x.shape == (batch,), name, f"shape ({batch},)", x.shape)
+    checks.require(jnp.issubdtype(tokens.dtype, jnp.integer), "prompt.tokens", "integers", tokens.dtype)
+    inside = jnp.arange(size)[None, :] < length[:, None]
+    tests = (
+        ("prompt length", (length >= 1) & (length <= size), f"in [1, {size}]", length),
+        ("cached", (cached >= 0) & (cached < jnp.maximum(length, 1)), "in [0, length - 1]", cached),
+        ("prompt ids", jnp.all((tokens >= 0) & (tokens < vocab_size) | ~inside, 1), f"in [0, {vocab_size})", tokens),
+    )
+    valid = jnp.ones((batch,), bool)
+    for what, ok, expected, got in tests:
+        if checks.is_concrete(ok):
+            checks.require(bool(jnp.all(ok)), what, expected, got)
+        valid &= ok
+    return valid
+
+
+def check_rules(rules: Rules, batch: int, max_new_tokens: int) -> jax.Array:
+    """Check rules; returns valid[B], false for rows whose traced values are out of range."""
+    checks.require(isinstance(max_new_tokens, int) and max_new_tokens >= 0, "max_new_tokens", ">= 0", max_new_tokens)
+    for name, ndim in (("greedy", 1), ("eos", 2), ("limit", 1), ("stop", 3)):
+        x = getattr(rules, name)
+        ok = x.ndim == ndim and x.shape[0] == batch
+        checks.require(ok, f"rules.{name}", f"{ndim} axes, the first of size {batch}", x.shape)
+    if checks.is_concrete(rules.limit):
+        over = int(jnp.max(rules.limit)) > max_new_tokens
+        checks.require(not over, "rules.limit", f"at most max_new_tokens = {max_new_tokens}", rules.limit)
+    return (rules.limit >= 0) & (rules.limit <= max_new_tokens)
+
+
+def room(cache: Cache) -> jax.Array | None:
+    """Tokens each row may hold in all, [B]; None where the cache has no KV node to ask."""
+    nodes = [n for n in jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, kvcache.KVCache))]
+    totals = [n.total - n.length + n.capacity for n in nodes if isinstance(n, kvcache.KVCache)]
+    return jnp.min(jnp.stack(totals), axis=0) if totals else None
+
+
+def settled(valid: jax.Array, limit: jax.Array) -> jax.Array:
+    """The finish code of each row before its first token."""
+    started = jnp.where(limit > 0, Finish.RUNNING, Finish.LENGTH)
+    return jnp.where(valid, started, Finish.INVALID).astype(jnp.int32)
+
+
+def prefill(model: Model, params: Params, cache: Cache, prompt: Prompt, active: jax.Array) -> Cache:
+    """Put all but the last prompt token of each ``active[B]`` row into the cache, in passes of ``CHUNK`` tokens.
+
+    The last one is left to the first step, so no output head runs here.
+    """
+    tokens, length, cached = prompt
+    batch, size = tokens.shape[0], tokens.shape[1] - 1
+    count = jnp.where(active, length - 1 - cached, 0)
+    if size == 0:
+        return cache
+    passes = -(-size // CHUNK)
+    width = min(size, CHUNK)
+    at = jnp.minimum(cached[:, None] + jnp.arange(passes * width)[None, :], size)
+    tokens = jnp.take_along_axis(tokens, at, axis=1)
+    nowhere = jnp.zeros((batch, 0), jnp.int32)
+
+    def one(cache: Cache, i: jax.Array) -> tuple[Cache, None]:
+        part = jax.lax.dynamic_slice_in_dim(tokens, i * width, width, axis=1)
+        lengths = jnp.clip(count - i * width, 0, width)
+        return model.apply(params, part, cache, lengths=lengths, logits_at=nowhere)[1], None
+
+    if passes == 1:
+        return model.apply(params, tokens, cache, lengths=count, logits_at=nowhere)[1]
+    return jax.lax.scan(one, cache, jnp.arange(passes))[0]
+
+
+def forward(
+    model: Model, params: Params, tokens: jax.Array, cache: Cache, active: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """One token ``tokens[B]`` of each ``active[B]`` row: logits [B,V] in float32 or wider, and the cache."""
+    lengths, at = active.astype(jnp.int32), jnp.zeros((tokens.shape[0], 1), jnp.int32)
+    logits, cache = model.apply(params, tokens[:, None], cache, lengths=lengths, logits_at=at)
+    return logits[:, 0].astype(jnp.promote_types(logits.dtype, jnp.float32)), cache

@@ -1,0 +1,306 @@
+"""``Settings`` and ``generate``: one jitted call from prompts to results."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdecode import checks, transforms
+from jaxdecode import keys as keys_
+from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules
+from jaxdecode.decoders import sample
+from jaxdecode.loop import run_until_done
+from jaxdecode.transforms import LogitsTransform
+
+__all__ = ["Settings", "generate", "start"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to decode. Numbers are scalars or one per row [B], and may be traced; None leaves a filter out.
+
+    An off value (top_k=0, top_p=1, min_p=0) keeps the filter in the program, so changing numbers never recompiles.
+    max_new_tokens: output tokens, 0 allowed; its maximum N is static. temperature: 0 is a greedy row. eos: end ids
+    for all rows, or int [B,E] padded with -1. stop: token sequences for all rows, or one list of them per row.
+    ValueError for anything out of range.
+    """
+
+    max_new_tokens: Any = 128
+    temperature: Any = 1.0
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    eos: Any = ()
+    stop: Any = ()
+
+    def __post_init__(self) -> None:
+        checks.require(
+            checks.is_concrete(self.max_new_tokens), "max_new_tokens", "concrete numbers (N is static)", "a traced value"
+        )
+        self._chain(None)
+        self._limit()
+
+    def _limit(self) -> Any:
+        return checks.whole(self.max_new_tokens, lambda n: n >= 0, "max_new_tokens", "whole numbers >= 0")
+
+    @property
+    def size(self) -> int:
+        """N, the largest ``max_new_tokens``."""
+        return int(np.max(self._limit(), initial=0))
+
+    def _chain(self, extra: LogitsTransform | None) -> tuple[LogitsTransform, Any]:
+        """The chain in the documented order, and which rows are greedy."""
+        warm = transforms.temperature(self.temperature)
+        xp: Any = np if checks.is_concrete(warm.params) else jnp
+        greedy = warm.params == 0
+        parts = [] if extra is None else [extra]
+        parts.append(dataclasses.replace(warm, params=xp.where(greedy, xp.ones_like(warm.params), warm.params)))
+        for value, factory in ((self.top_k, transforms.top_k), (self.top_p, transforms.top_p), (self.min_p, transforms.min_p)):
+            if value is not None:
+                parts.append(factory(value))
+        return transforms.chain(*parts), greedy
+
+    def rules(self, batch_size: int, vocab_size: int, *, transform: LogitsTransform | None = None) -> Rules:
+        """These settings as ``Rules`` for B rows; ``transform`` comes before temperature and filters.
+
+        ValueError for an array whose length is not B, or an id outside [0, V).
+        """
+        chained, greedy = self._chain(transform)
+        return Rules(
+            transform=jax.tree.map(lambda x: _rows(x, batch_size, "a setting"), chained, is_leaf=_shared),
+            greedy=_rows(greedy, batch_size, "temperature"),
+            eos=_eos(self.eos, batch_size, vocab_size),
+            limit=_rows(self._limit(), batch_size, "max_new_tokens"),
+            stop=_stop(self.stop, batch_size, vocab_size),
+        )
+
+
+def _shared(x: Any) -> bool:
+    from jaxdecode.base import Shared
+
+    return isinstance(x, Shared)
+
+
+def _rows(x: Any, batch_size: int, what: str) -> Any:
+    """A scalar as [B]; an array must have B rows already."""
+    if _shared(x):
+        return x
+    if np.ndim(x) == 0:
+        xp: Any = np if checks.is_concrete(x) and not isinstance(x, jax.Array) else jnp
+        return xp.broadcast_to(x, (batch_size,))
+    checks.require(np.shape(x)[0] == batch_size, what, f"a scalar or {batch_size} rows", f"shape {np.shape(x)}")
+    return x
+
+
+def _eos(eos: Any, batch_size: int, vocab_size: int) -> Any:
+    if not checks.is_concrete(eos):
+        ok = eos.ndim == 2 and eos.shape[0] == batch_size and jnp.issubdtype(eos.dtype, jnp.integer)
+        checks.require(ok, "eos", f"integers [{batch_size}, E]", f"{eos.dtype}{eos.shape}")
+        return eos.astype(jnp.int32)
+    array = np.asarray([] if np.size(eos) == 0 else eos)
+    checks.require(array.size == 0 or np.issubdtype(array.dtype, np.integer), "eos", "integer ids", eos)
+    checks.require(bool(np.all((array >= -1) & (array < vocab_size))), "eos", f"ids in [0, {vocab_size}), or -1", eos)
+    array = array.astype(np.int32)
+    if array.ndim <= 1:
+        return np.broadcast_to(array.reshape(1, -1), (batch_size, array.size))
+    checks.require(array.ndim == 2 and len(array) == batch_size, "eos", f"ids, or [{batch_size}, E]", array.shape)
+    return array
+
+
+def _stop(stop: Any, batch_size: int, vocab_size: int) -> np.ndarray:
+    rows = list(stop)
+    flat = all(np.ndim(s) == 1 and not any(np.ndim(t) for t in s) for s in rows)
+    per_row: list[list[Sequence[int]]] = [rows] * batch_size if flat else [list(r) for r in rows]
+    checks.require(len(per_row) == batch_size, "stop", f"sequences, or {batch_size} lists of them", len(per_row))
+    n = max((len(r) for r in per_row), default=0)
+    longest = max((len(s) for r in per_row for s in r), default=0)
+    out = np.full((batch_size, n, longest), -1, np.int32)
+    for b, sequences in enumerate(per_row):
+        for i, sequence in enumerate(sequences):
+            checks.require(len(sequence) > 0, "stop", "non-empty sequences", sequence)
+            ids = np.asarray(sequence)
+            checks.token_ids(ids, vocab_size, "stop")
+            out[b, i, longest - len(ids) :] = ids
+    return out
+
+
+def length_class(n: int) -> int:
+    """The next of 0, 16, 24, 32, 48, 64, 96, 128, ...: prompts of one class share a compiled program."""
+    if n <= 16:
+        return 16 if n else 0
+    power = 1 << (n - 1).bit_length()
+    return power * 3 // 4 if n <= power * 3 // 4 else power
+
+
+def _as_prompt(prompts: Any, lengths: Any, padding: str, vocab_size: int) -> Prompt:
+    """Lists or arrays of ids as a right-padded Prompt; concrete ones are padded up to their length class."""
+    checks.require(padding in ("right", "left"), "padding", "'right' or 'left'", padding)
+    if isinstance(prompts, (list, tuple)):
+        checks.require(lengths is None and padding == "right", "lengths, padding", "none beside lists of ids", lengths)
+        rows = [np.asarray(p) for p in prompts]
+        checks.require(len(rows) > 0, "prompts", "at least one prompt", "none")
+        for i, row in enumerate(rows):
+            checks.require(row.ndim == 1 and row.size > 0, f"prompts[{i}]", "a non-empty list of ids", row.tolist())
+            checks.token_ids(row, vocab_size, f"prompts[{i}]")
+        lengths = np.array([len(r) for r in rows], np.int32)
+        tokens = np.zeros((len(rows), int(lengths.max())), np.int32)
+        for row, out in zip(rows, tokens, strict=True):
+            out[: len(row)] = row
+    else:
+        tokens, lengths = _arrays(prompts, lengths, vocab_size, padding)
+    if checks.is_concrete(tokens):
+        extra = 1 + length_class(tokens.shape[1] - 1) - tokens.shape[1]
+        tokens = np.pad(np.asarray(tokens), ((0, 0), (0, extra)))
+    return Prompt(tokens, lengths, np.zeros((tokens.shape[0],), np.int32))
+
+
+def _arrays(tokens: Any, lengths: Any, vocab_size: int, padding: str) -> tuple[Any, Any]:
+    """Array prompts [B,S] and lengths [B], right-padded."""
+    shape = np.shape(tokens)
+    checks.require(len(shape) == 2 and min(shape) > 0, "prompts", "lists of ids or an array [B, S]", f"shape {shape}")
+    lengths = np.full(shape[:1], shape[1], np.int32) if lengths is None else lengths
+    checks.require(np.shape(lengths) == shape[:1], "lengths", f"shape ({shape[0]},)", np.shape(lengths))
+    for x, name in ((tokens, "prompts"), (lengths, "lengths")):
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        checks.require(jnp.issubdtype(dtype, jnp.integer), name, "integers", dtype)
+    if checks.is_concrete(lengths):
+        lengths = np.asarray(lengths, np.int32)
+        checks.require(bool(np.all((lengths >= 1) & (lengths <= shape[1]))), "lengths", f"in [1, {shape[1]}]", lengths)
+    concrete = checks.is_concrete(tokens) and checks.is_concrete(lengths)
+    xp: Any = np if concrete else jnp
+    tokens = xp.asarray(tokens).astype(xp.int32)
+    steps = xp.arange(shape[1])[None, :]
+    if padding == "left":
+        tokens = xp.take_along_axis(tokens, (steps + (shape[1] - lengths)[:, None]) % shape[1], axis=1)
+    if concrete:  # padding may hold anything
+        checks.token_ids(np.where(steps < lengths[:, None], tokens, 0), vocab_size, "prompts")
+    return tokens, lengths
+
+
+def _cache_len(model: Model, params: Params, prompt: Prompt, new: int, asked: int | None) -> int:
+    """Slots per row: what was asked for, else a length class, or as much of it as the model's context allows."""
+    size = prompt.tokens.shape[1]
+    need = new + (int(np.max(prompt.length)) if checks.is_concrete(prompt.length) else size)
+    batch = prompt.tokens.shape[0]
+
+    def allocate(n: int) -> None:
+        jax.eval_shape(lambda p: model.init_cache(p, batch, n), params)
+
+    if asked is not None:
+        checks.require(asked >= need, "cache_len", f"at least prompt + max_new_tokens = {need}", asked)
+        allocate(asked)
+        return asked
+    allocate(need)
+    low, high = need, max(need, -(-(size + new) // 64) * 64)
+    while low < high:  # the largest length in [need, high] that the model accepts
+        middle = (low + high + 1) // 2
+        try:
+            allocate(middle)
+            low = middle
+        except ValueError:
+            high = middle - 1
+    return low
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _begin(decoder: Decoder, model: Model, n: int, cache_len: int, params: Params, keys: Any, prompt: Any, rules: Any) -> Any:
+    cache = model.init_cache(params, prompt.tokens.shape[0], cache_len)
+    return decoder.init(params, keys, prompt, rules, max_new_tokens=n, cache=cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _whole(decoder: Decoder, model: Model, n: int, cache_len: int, params: Params, keys: Any, prompt: Any, rules: Any) -> Any:
+    state = _begin(decoder, model, n, cache_len, params, keys, prompt, rules)
+    return decoder.finish(run_until_done(decoder, params, state))
+
+
+def _prepare(
+    model: Model,
+    params: Params,
+    prompts: Any,
+    *,
+    key: jax.Array | None = None,
+    settings: Settings | None = None,
+    lengths: Any = None,
+    padding: Literal["right", "left"] = "right",
+    row_ids: Sequence[int | str] | jax.Array | None = None,
+    cache_len: int | None = None,
+    transform: LogitsTransform | None = None,
+    decoder: Decoder | None = None,
+) -> tuple[Any, ...]:
+    """Check and convert the arguments of ``generate`` into those of the compiled program."""
+    settings = Settings() if settings is None else settings
+    vocab_size = _vocab_size(model, params)
+    prompt = _as_prompt(prompts, lengths, padding, vocab_size)
+    batch = prompt.tokens.shape[0]
+    rules = settings.rules(batch, vocab_size, transform=transform)
+    if key is None:
+        cold = checks.is_concrete(rules.greedy) and bool(np.all(rules.greedy))
+        checks.require(cold, "key", "a jax.random.key, since some row samples (temperature above 0)", "None")
+        key = jax.random.key(0)
+    size = _cache_len(model, params, prompt, settings.size, cache_len)
+    keys = keys_.row_keys(key, batch, row_ids)
+    return decoder or sample(model), model, settings.size, size, params, keys, prompt, rules
+
+
+def _vocab_size(model: Model, params: Params) -> int:
+    def probe(params: Params) -> jax.Array:
+        token = jnp.zeros((1, 1), jnp.int32)
+        return model.apply(params, token, model.init_cache(params, 1, 1), logits_at=token)[0]
+
+    return int(jax.eval_shape(probe, params).shape[-1])
+
+
+def generate(
+    model: Model,
+    params: Params,
+    prompts: Any,
+    *,
+    key: jax.Array | None = None,
+    settings: Settings | None = None,
+    lengths: Any = None,
+    padding: Literal["right", "left"] = "right",
+    row_ids: Sequence[int | str] | jax.Array | None = None,
+    cache_len: int | None = None,
+    transform: LogitsTransform | None = None,
+    decoder: Decoder | None = None,
+) -> Generated:
+    """Decode a batch of prompts; jits itself, and may be called under jit (array prompts).
+
+    prompts: lists of ids, or int [B,S] with ``lengths[B]`` and ``padding``. key: one, or one per row; None only if
+    every temperature is concretely 0. row_ids: what each row's key is folded with (default 0 .. B-1), so that a row's
+    output does not depend on its place. cache_len: slots per row. transform: stands before temperature and filters.
+    ValueError for bad input, before any compute. Settings that are traced and out of range end their row ``invalid``.
+
+    >>> from jaxdecode.testing import markov_model
+    >>> table = jnp.log(jnp.array([[0.1, 0.8, 0.1], [0.1, 0.1, 0.8], [0.8, 0.1, 0.1]]))
+    >>> out = generate(markov_model(), table, [[0], [0, 1]], settings=Settings(max_new_tokens=3, temperature=0, eos=[0]))
+    >>> out.to_lists()
+    [[1, 2, 0], [2, 0]]
+    """
+    prepared = _prepare(
+        model,
+        params,
+        prompts,
+        key=key,
+        settings=settings,
+        lengths=lengths,
+        padding=padding,
+        row_ids=row_ids,
+        cache_len=cache_len,
+        transform=transform,
+        decoder=decoder,
+    )
+    return _whole(*prepared)
+
+
+def start(model: Model, params: Params, prompts: Any, **options: Any) -> tuple[Decoder, Any]:
+    """The decoder and its prefilled state for the arguments of ``generate``, to hand to ``run`` or ``stream``."""
+    prepared = _prepare(model, params, prompts, **options)
+    return prepared[0], _begin(*prepared)

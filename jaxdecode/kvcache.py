@@ -1,0 +1,254 @@
+"""The KV cache: an immutable pytree, and the only code that knows its layout.
+
+A row's past has parts: up to two levels of *shared segments* (a prompt that many rows continue, stored once) and the
+row's own *tail*. Keys are stored [row, kv head, head size, slot], values [row, kv head, slot, head size]: both products
+of attention then read memory in order. Row b's tail token number t is always in slot t, so padding never enters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxdecode import base
+
+__all__ = ["KVCache", "Layer", "Plan", "Segment", "advance", "attend", "create", "plan", "share", "truncate", "write"]
+
+BUCKET = 128  # attention reads the first BUCKET * 2^i slots, the fewest that hold every row
+HIDDEN = -1e30  # a finite score for entries a query may not see: a row that sees nothing stays finite
+
+
+class Layer(NamedTuple):
+    """Keys [R,K,h,T] and values [R,K,T,h] of one layer."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A part many rows share: ``layers`` of G segments, ``segment_of_row[B]``, ``visible[B]`` tokens each row sees."""
+
+    layers: tuple[Layer, ...]
+    segment_of_row: jax.Array
+    visible: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """The cache of one model: tail ``layers`` [B,...], ``length[B]`` tokens in each tail, ``shared`` segments."""
+
+    layers: tuple[Layer, ...]
+    length: jax.Array
+    shared: tuple[Segment, ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        """Tail slots per row."""
+        return self.layers[0].v.shape[2]
+
+    @property
+    def total(self) -> jax.Array:
+        """Tokens each row has seen, [B]."""
+        return self.length + sum(s.visible for s in self.shared)
+
+    def take_rows(self, rows: jax.Array) -> KVCache:
+        tail, length = base.take_rows((self.layers, self.length), rows)
+        return KVCache(tail, length, tuple(_map_rows(s, lambda x: base.take_rows(x, rows)) for s in self.shared))
+
+    def repeat_rows(self, n: int) -> KVCache:
+        tail, length = base.repeat_rows((self.layers, self.length), n)
+        return KVCache(tail, length, tuple(_map_rows(s, lambda x: base.repeat_rows(x, n)) for s in self.shared))
+
+    def put_rows(self, rows: jax.Array, new: KVCache) -> KVCache:
+        if self.shared or new.shared:
+            raise ValueError("put_rows: expected caches without shared segments")
+        tail, length = base.put_rows((self.layers, self.length), rows, (new.layers, new.length))
+        return KVCache(tail, length)
+
+
+def _map_rows(segment: Segment, fn: Any) -> Segment:
+    rows, visible = fn((segment.segment_of_row, segment.visible))
+    return Segment(segment.layers, rows, visible)
+
+
+def create(
+    n_layers: int, batch_size: int, n_kv_heads: int, head_dim: int, max_len: int, dtype: DTypeLike = jnp.float32
+) -> KVCache:
+    """An empty cache for ``max_len`` tokens per row: 2 * n_layers * max_len * n_kv_heads * head_dim numbers a row."""
+    rows = (batch_size, n_kv_heads)
+
+    def layer() -> Layer:
+        return Layer(jnp.zeros((*rows, head_dim, max_len), dtype), jnp.zeros((*rows, max_len, head_dim), dtype))
+
+    return KVCache(tuple(layer() for _ in range(n_layers)), jnp.zeros((batch_size,), jnp.int32))
+
+
+class Plan(NamedTuple):
+    """Where one call's S tokens go: computed once, used by every layer.
+
+    position[B,S] of each token in its row, slot[B,S] in the tail (padding: past the end, so the write is dropped),
+    visible[B,S] tail slots each token sees, length[B] afterwards, bucket (index of the attention size).
+    """
+
+    position: jax.Array
+    slot: jax.Array
+    visible: jax.Array
+    length: jax.Array
+    bucket: jax.Array
+
+
+def _sizes(capacity: int) -> list[int]:
+    sizes = [BUCKET]
+    while sizes[-1] < capacity:
+        sizes.append(2 * sizes[-1])
+    return [min(size, capacity) for size in sizes]
+
+
+def plan(cache: KVCache, size: int, lengths: jax.Array | None = None) -> Plan:
+    """Plan the next ``size`` tokens of each row, of which ``lengths[B]`` are real (None: all)."""
+    steps = jnp.arange(size, dtype=jnp.int32)[None, :]
+    if lengths is None:
+        lengths = jnp.full_like(cache.length, size)
+    real = steps < lengths[:, None]
+    place = cache.length[:, None] + steps
+    capacity = cache.capacity
+    after = jnp.minimum(cache.length + lengths, capacity)
+    sizes = jnp.array(_sizes(capacity), jnp.int32)
+    bucket = jnp.minimum(jnp.sum(sizes < jnp.max(after)), len(sizes) - 1)
+    return Plan(
+        position=(cache.total[:, None] + steps),
+        slot=jnp.where(real & (place < capacity), place, capacity),
+        visible=jnp.minimum(place + 1, after[:, None]),
+        length=after,
+        bucket=bucket,
+    )
+
+
+def write(layer: Layer, k: jax.Array, v: jax.Array, plan: Plan) -> Layer:
+    """Put ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the planned slots."""
+    rows = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+    keys = layer.k.at[rows, :, :, plan.slot].set(k.astype(layer.k.dtype), mode="drop")
+    values = layer.v.at[rows, :, plan.slot].set(v.astype(layer.v.dtype), mode="drop")
+    return Layer(keys, values)
+
+
+def advance(cache: KVCache, layers: Sequence[Layer], plan: Plan) -> KVCache:
+    """The cache after a call: new tails, new lengths."""
+    return KVCache(tuple(layers), plan.length, cache.shared)
+
+
+class _Part(NamedTuple):
+    """Attention over one part, unnormalised: out[B,K,M,h], the largest score and the sum of weights [B,K,M]."""
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+def _attend_part(q: jax.Array, layer: Layer, seen: jax.Array) -> _Part:
+    """q[B,K,M,h] over a part's slots; ``seen[B,M,T]``."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    k, v = layer.k.astype(q.dtype), layer.v.astype(q.dtype)
+    scores = jnp.einsum("bkmh,bkht->bkmt", q, k, preferred_element_type=wide)
+    scores = jnp.where(seen[:, None], scores * (q.shape[-1] ** -0.5), HIDDEN)
+    top = jnp.max(scores, axis=-1)
+    weight = jnp.exp(scores - lax.stop_gradient(top)[..., None])
+    total = jnp.sum(weight, axis=-1)
+    out = jnp.einsum("bkmt,bkth->bkmh", weight.astype(q.dtype), v, preferred_element_type=wide)
+    return _Part(out, top, total)
+
+
+def _merge(a: _Part, b: _Part) -> _Part:
+    """Attention over the union of two parts, by log-sum-exp."""
+    top = jnp.maximum(a.top, b.top)
+    wa, wb = jnp.exp(a.top - top), jnp.exp(b.top - top)
+    return _Part(a.out * wa[..., None] + b.out * wb[..., None], top, a.total * wa + b.total * wb)
+
+
+def _tail(q: jax.Array, layer: Layer, visible: jax.Array, bucket: jax.Array) -> _Part:
+    """Attention over the tail, whose cost follows the tokens present: one branch per bucket size."""
+
+    def branch(size: int) -> Any:
+        def run(q: jax.Array, layer: Layer, visible: jax.Array) -> _Part:
+            part = Layer(layer.k[..., :size], layer.v[..., :size, :])
+            return _attend_part(q, part, jnp.arange(size, dtype=jnp.int32)[None, None, :] < visible[:, :, None])
+
+        return run
+
+    branches = [branch(size) for size in _sizes(layer.v.shape[2])]
+    if len(branches) == 1:
+        return branches[0](q, layer, visible)
+    return lax.switch(bucket, branches, q, layer, visible)
+
+
+def attend(q: jax.Array, layer: Layer, cache: KVCache, index: int, plan: Plan) -> jax.Array:
+    """Causal attention of ``q[B,K,G,S,h]`` (G query heads per KV head) over every part, scaled by h^-1/2.
+
+    ``layer`` is layer ``index`` after this call's ``write``; shared parts come from ``cache``. Returns [B,K,G,S,h].
+    """
+    batch, kv, groups, size, head = q.shape
+    flat = q.reshape(batch, kv, groups * size, head)
+    part = _tail(flat, layer, jnp.tile(plan.visible, (1, groups)), plan.bucket)
+    for segment in cache.shared:
+        rows = base.take_rows(segment.layers[index], segment.segment_of_row)
+        seen = jnp.arange(rows.v.shape[2], dtype=jnp.int32)[None, None, :] < segment.visible[:, None, None]
+        seen = jnp.broadcast_to(seen, (batch, groups * size, rows.v.shape[2]))
+        part = _merge(part, _attend_part(flat, rows, seen))
+    out = part.out / part.total[..., None]
+    return out.astype(q.dtype).reshape(q.shape)
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, KVCache)
+
+
+def _only_caches(cache: Any, what: str) -> None:
+    for leaf in jax.tree.leaves(cache, is_leaf=_is_cache):
+        if not _is_cache(leaf):
+            raise ValueError(f"{what}: expected a cache of KV nodes only; other state is rolled back by applying again")
+
+
+def share(cache: Any, max_len: int) -> Any:
+    """Every KV node's tail becomes a shared segment, followed by an empty tail of ``max_len`` slots.
+
+    ``repeat_rows`` then forks each row without copying what it has seen. ValueError beyond two levels, or where the
+    pytree holds anything but KV nodes.
+    """
+    _only_caches(cache, "share")
+
+    def one(node: KVCache) -> KVCache:
+        if len(node.shared) == 2:
+            raise ValueError("share: expected at most one shared level, got two")
+        k, v = node.layers[0]
+        empty = create(len(node.layers), k.shape[0], k.shape[1], k.shape[2], max_len, k.dtype)
+        rows = jnp.arange(k.shape[0], dtype=jnp.int32)
+        return KVCache(empty.layers, empty.length, (*node.shared, Segment(node.layers, rows, node.length)))
+
+    return jax.tree.map(one, cache, is_leaf=_is_cache)
+
+
+def truncate(cache: Any, length: jax.Array) -> Any:
+    """Every KV node cut to the first ``length[B]`` tokens of each row (longer than it holds: unchanged); S7.4.
+
+    Nothing is erased: later writes reuse the slots. ValueError where the pytree holds anything but KV nodes.
+    """
+    _only_caches(cache, "truncate")
+
+    def one(node: KVCache) -> KVCache:
+        left, shared = length, []
+        for segment in node.shared:
+            visible = jnp.minimum(segment.visible, left)
+            shared.append(Segment(segment.layers, segment.segment_of_row, visible))
+            left = left - visible
+        return KVCache(node.layers, jnp.minimum(node.length, left), tuple(shared))
+
+    return jax.tree.map(one, cache, is_leaf=_is_cache)

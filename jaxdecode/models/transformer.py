@@ -1,0 +1,198 @@
+"""The decoder-only transformer, as pure functions: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Params: ``{"embed": [V,D], "layers": ({"attn_norm": [D], "qkv": [(H+2K)h, D], "out": [D, Hh], "mlp_norm": [D],
+"gate_up": [2F, D], "down": [D, F]}, ...), "norm": [D]}``, and ``"head": [V,D]`` unless it is tied to the embedding.
+Query and key rows follow the rotate-half convention. Activations are feature-major: [D, B*S], row b's tokens side by
+side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxdecode import checks, kvcache, linear
+from jaxdecode.base import Model, Params
+
+__all__ = ["RopeScaling", "TransformerConfig", "frequencies", "init_params", "param_shapes", "transformer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Rotary scaling of Llama 3.1: slow frequencies divided by ``factor``, fast ones kept, a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Static shape of a llama-family model; ``rope_freqs`` (h/2 divisors) as some GGUF files give them."""
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_mlp: int
+    context_length: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rope_freqs: tuple[float, ...] | None = None
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_mlp", "context_length"):
+            checks.require(getattr(self, name) >= 1, name, "a positive whole number", getattr(self, name))
+        checks.require(self.n_heads % self.n_kv_heads == 0, "n_heads", "a multiple of n_kv_heads", self.n_heads)
+        checks.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)", self.head_dim)
+        freqs = self.rope_freqs
+        checks.require(freqs is None or len(freqs) == self.head_dim // 2, "rope_freqs", "head_dim / 2 numbers", freqs)
+
+
+def param_shapes(config: TransformerConfig) -> dict[str, Any]:
+    """The pytree of params with a shape at each leaf."""
+    d, h, f = config.d_model, config.head_dim, config.d_mlp
+    layer = {
+        "attn_norm": (d,),
+        "qkv": ((config.n_heads + 2 * config.n_kv_heads) * h, d),
+        "out": (d, config.n_heads * h),
+        "mlp_norm": (d,),
+        "gate_up": (2 * f, d),
+        "down": (d, f),
+    }
+    shapes = {"embed": (config.vocab_size, d), "layers": (layer,) * config.n_layers, "norm": (d,)}
+    return shapes if config.tied else {**shapes, "head": (config.vocab_size, d)}
+
+
+def init_params(config: TransformerConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
+    """Random params: normal with variance 1 / inputs, norms 1."""
+    shapes, tree = jax.tree.flatten(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int))
+    keys = jax.random.split(key, len(shapes))
+
+    def leaf(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.ones(shape, dtype)
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[1] ** -0.5, dtype)
+
+    return tree.unflatten([leaf(shape, k) for shape, k in zip(shapes, keys, strict=True)])
+
+
+def frequencies(config: TransformerConfig) -> np.ndarray:
+    """Rotary angles per position, [h/2], float64."""
+    inverse = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
+    if config.rope_freqs is not None:
+        inverse = inverse / np.asarray(config.rope_freqs, np.float64)
+    if (scaling := config.rope_scaling) is not None:
+        turns = scaling.original_context * inverse / (2 * math.pi)  # full turns within the original context
+        ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        ramp = np.clip(ramp, 0, 1)
+        inverse = inverse * ramp + inverse / scaling.factor * (1 - ramp)
+    return inverse
+
+
+def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the features of x[D,R], in float32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=0, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale[:, None]
+
+
+def _angles(config: TransformerConfig, position: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [h/2, B*S] of position[B,S]."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    angle = jnp.asarray(frequencies(config), wide)[:, None] * position.reshape(1, -1).astype(wide)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary positions on x[heads, h, B*S]: feature i turns with feature i + h/2."""
+    a, b = jnp.split(x.astype(cos.dtype), 2, axis=1)
+    return jnp.concatenate([a * cos[None] - b * sin[None], b * cos[None] + a * sin[None]], axis=1).astype(x.dtype)
+
+
+def _attention(
+    config: TransformerConfig,
+    params: Params,
+    x: jax.Array,
+    cache: kvcache.KVCache,
+    index: int,
+    plan: kvcache.Plan,
+    angles: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, kvcache.Layer]:
+    heads, kv, h = config.n_heads, config.n_kv_heads, config.head_dim
+    batch, size = plan.position.shape
+    qkv = linear.matmul(params["qkv"], x).reshape(heads + 2 * kv, h, batch * size)
+    qk = _rotate(qkv[: heads + kv], *angles)
+    q = qk[:heads].reshape(kv, heads // kv, h, batch, size).transpose(3, 0, 1, 4, 2)
+    new = jnp.stack([qk[heads:], qkv[heads + kv :]]).reshape(2, kv, h, batch, size).transpose(0, 3, 4, 1, 2)
+    layer = kvcache.write(cache.layers[index], new[0], new[1], plan)
+    out = kvcache.attend(q, layer, cache, index, plan)
+    out = out.transpose(1, 2, 4, 0, 3).reshape(heads * h, batch * size)
+    return linear.matmul(params["out"], out), layer
+
+
+def _mlp(params: Params, x: jax.Array) -> jax.Array:
+    gate, up = jnp.split(linear.matmul(params["gate_up"], x), 2, axis=0)
+    return linear.matmul(params["down"], jax.nn.silu(gate) * up)
+
+
+def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array | None, batch: int) -> jax.Array:
+    """Logits [B,K,V] of the positions ``at[B,K]`` of x[D, B*S]."""
+    size = x.shape[1] // batch
+    if at is None:
+        picked, count = x, size
+    else:
+        count = at.shape[1]
+        flat = at + jnp.arange(batch, dtype=at.dtype)[:, None] * size
+        picked = jnp.take(x, flat.reshape(-1), axis=1) if (size, count) != (1, 1) else x
+    normed = _norm(picked, params["norm"], config.norm_eps)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logits = linear.matmul(params["embed"] if config.tied else params["head"], normed, wide)
+    return logits.T.reshape(batch, count, config.vocab_size)
+
+
+@functools.lru_cache(maxsize=256)
+def transformer(config: TransformerConfig) -> Model:
+    """The model of ``config``; equal configs give the same object."""
+
+    def init_cache(params: Params, batch_size: int, max_len: int) -> kvcache.KVCache:
+        expected = f"at most the context of {config.context_length} tokens"
+        checks.require(max_len <= config.context_length, "max_len", expected, max_len)
+        dtype = params["embed"].dtype
+        return kvcache.create(config.n_layers, batch_size, config.n_kv_heads, config.head_dim, max_len, dtype)
+
+    def apply(
+        params: Params,
+        tokens: jax.Array,
+        cache: kvcache.KVCache,
+        *,
+        lengths: jax.Array | None = None,
+        logits_at: jax.Array | None = None,
+    ) -> tuple[jax.Array, kvcache.KVCache]:
+        batch, size = tokens.shape
+        plan = kvcache.plan(cache, size, lengths)
+        x = linear.embed(params["embed"], tokens.reshape(-1))
+        angles = _angles(config, plan.position, x.dtype)
+        layers = []
+        for i, layer in enumerate(params["layers"]):
+            normed = _norm(x, layer["attn_norm"], config.norm_eps)
+            out, new = _attention(config, layer, normed, cache, i, plan, angles)
+            layers.append(new)
+            x = x + out
+            x = x + _mlp(layer, _norm(x, layer["mlp_norm"], config.norm_eps))
+        logits = _head(config, params, x, logits_at, batch)
+        return logits, kvcache.advance(cache, layers, plan)
+
+    return Model(init_cache, apply)

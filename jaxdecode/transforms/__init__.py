@@ -1,0 +1,21 @@
+"""Logits transforms: penalties, masks and filters, and the draw."""
+
+from jaxdecode.transforms.core import Context, LogitsTransform, Processed, advance, chain, flatten, init, process
+from jaxdecode.transforms.filters import min_p, temperature, top_k, top_p
+from jaxdecode.transforms.select import draw
+
+__all__ = [
+    "Context",
+    "LogitsTransform",
+    "Processed",
+    "advance",
+    "chain",
+    "draw",
+    "flatten",
+    "init",
+    "min_p",
+    "process",
+    "temperature",
+    "top_k",
+    "top_p",
+]
