@@ -104,14 +104,14 @@ def frequencies(config: TransformerConfig) -> np.ndarray:
 
 def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """RMSNorm over the features of x[D,R], in float32 or wider."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=0, keepdims=True) + eps)
     return normed.astype(x.dtype) * scale[:, None]
 
 
 def _angles(config: TransformerConfig, position: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """cos and sin [h/2, B*S] of position[B,S]."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = np.promote_types(dtype, np.float32)
     angle = jnp.asarray(frequencies(config), wide)[:, None] * position.reshape(1, -1).astype(wide)
     return jnp.cos(angle), jnp.sin(angle)
 
@@ -158,7 +158,7 @@ def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array
         flat = at + jnp.arange(batch, dtype=at.dtype)[:, None] * size
         picked = jnp.take(x, flat.reshape(-1), axis=1) if (size, count) != (1, 1) else x
     normed = _norm(picked, params["norm"], config.norm_eps)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = np.promote_types(x.dtype, np.float32)
     logits = linear.matmul(params["embed"] if config.tied else params["head"], normed, wide)
     return logits.T.reshape(batch, count, config.vocab_size)
 

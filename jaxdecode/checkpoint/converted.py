@@ -1,0 +1,181 @@
+"""Converted copies: a checkpoint dequantized once, kept where loading it again costs nothing.
+
+A copy is a folder in the user's cache: ``model.safetensors`` (aligned, so that jax uses the memory map itself),
+``config.json`` and ``tokenizer.json``. It is made under a temporary name, flushed, and renamed when complete: a kill
+leaves nothing half written under the real name. The name holds the source's path, size and modification time, the
+dtype and the version of this module's layout, so a copy is never stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdecode.base import Params
+from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, Entry, cast_blocks, read_safetensors, write_safetensors
+from jaxdecode.checkpoint.source import Checkpoint, named_shapes, params_from_names
+from jaxdecode.models.transformer import RopeScaling, TransformerConfig
+from jaxdecode.text.backend import Vocabulary, open_tokenizer
+from jaxdecode.text.tokenizer import Tokenizer
+
+__all__ = ["Copy", "Progress", "cache_folder", "copy_folder", "in_memory", "read_copy", "write_copy"]
+
+_VERSION = 1  # of the layout of a copy and of the conversion: raised whenever either changes
+_WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+_UNFINISHED = ".unfinished-"
+_ABANDONED_SECONDS = 3600
+
+Progress = Callable[[str, float], None]
+
+
+class Copy(NamedTuple):
+    """What loading needs: config, tokenizer, and params on jax's default device."""
+
+    config: TransformerConfig
+    tokenizer: Tokenizer
+    params: Params
+
+
+def cache_folder() -> Path:
+    """Where this library keeps files: $JAXDECODE_CACHE, else ``jaxdecode`` in $XDG_CACHE_HOME or ~/.cache."""
+    own, shared = os.environ.get("JAXDECODE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "jaxdecode"
+
+
+def copy_folder(source: Path, dtype: np.dtype[Any]) -> Path:
+    """The folder of the copy of ``source`` as it is now. OSError if the source cannot be read."""
+    real = source.resolve(strict=True)
+    stat = real.stat()
+    place = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
+    state = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {_VERSION}".encode()).hexdigest()[:12]
+    return cache_folder() / "checkpoints" / f"{place}-{dtype.name}-{state}"
+
+
+def read_copy(folder: Path) -> Copy | None:
+    """The copy in ``folder``, its params being the memory map itself on a CPU; None if there is none that is sound."""
+    try:
+        described = json.loads((folder / _CONFIG).read_text("utf-8"))
+        config = _config(described["config"])
+        text = described["vocabulary"]
+        text["eos_ids"] = tuple(text["eos_ids"])
+        vocabulary = Vocabulary(json=(folder / _TOKENIZER).read_text("utf-8"), **text)
+        tokenizer = open_tokenizer(vocabulary, str(folder / _TOKENIZER))
+        arrays, _ = read_safetensors(folder / _WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if {name: array.shape for name, array in arrays.items()} != named_shapes(config):
+        return None
+    return Copy(config, tokenizer, params_from_names(config, {k: jax.device_put(v) for k, v in arrays.items()}))
+
+
+def write_copy(folder: Path, checkpoint: Checkpoint, dtype: np.dtype[Any], progress: Progress) -> None:
+    """Convert ``checkpoint`` into ``folder``. OSError if the cache cannot be written; it then is as it was."""
+    root = folder.parent
+    root.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(root)
+    made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
+    try:
+        entries = _entries(checkpoint, dtype)
+        write_safetensors(made / _WEIGHTS, entries, written=_reporter(entries, progress))
+        text = checkpoint.vocabulary._asdict()
+        _write_text(made / _TOKENIZER, text.pop("json"))
+        config = dataclasses.asdict(checkpoint.config)
+        _write_text(made / _CONFIG, json.dumps({"config": config, "vocabulary": text}, indent=1))
+        _sync_folder(made)
+        _put_in_place(made, folder)
+        _sync_folder(root)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    place_and_dtype = folder.name.rpartition("-")[0]
+    for old in root.glob(f"{place_and_dtype}-*"):  # of an earlier state of the same file: nothing can ask for it again
+        if old != folder:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def in_memory(checkpoint: Checkpoint, dtype: np.dtype[Any], progress: Progress) -> Copy:
+    """The same without a folder: dequantized into the memory that jax then uses."""
+    entries = _entries(checkpoint, dtype)
+    report = _reporter(entries, progress)
+    arrays, done = {}, 0
+    for entry in entries:
+        room = np.empty(entry.nbytes + ALIGNMENT, np.uint8)
+        first = -room.ctypes.data % ALIGNMENT
+        flat, at = room[first : first + entry.nbytes].view(dtype), 0
+        for block in cast_blocks(entry):
+            flat[at : at + block.size] = block.reshape(-1)
+            at += block.size
+            report(done + at * dtype.itemsize)
+        done += entry.nbytes
+        arrays[entry.name] = jax.device_put(flat.reshape(entry.shape))
+    tokenizer = open_tokenizer(checkpoint.vocabulary, checkpoint.where)
+    return Copy(checkpoint.config, tokenizer, params_from_names(checkpoint.config, arrays))
+
+
+def _config(fields: dict[str, Any]) -> TransformerConfig:
+    freqs, scaling = fields.pop("rope_freqs"), fields.pop("rope_scaling")
+    return TransformerConfig(
+        **fields,
+        rope_freqs=None if freqs is None else tuple(freqs),
+        rope_scaling=None if scaling is None else RopeScaling(**scaling),
+    )
+
+
+def _entries(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> list[Entry]:
+    return [Entry(name, dtype, shape, blocks, checkpoint.where) for name, shape, blocks in checkpoint.params]
+
+
+def _reporter(entries: list[Entry], progress: Progress) -> Callable[[int], None]:
+    total = sum(entry.nbytes for entry in entries)
+    text = f"converting the weights to {entries[0].dtype.name}"
+    return lambda done: progress(text, min(1.0, done / total))
+
+
+def _put_in_place(made: Path, folder: Path) -> None:
+    try:
+        os.rename(made, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        if read_copy(folder) is None:  # damaged: another name for it, then this one is free
+            aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
+            os.rename(folder, aside / "damaged")
+            os.rename(made, folder)
+            shutil.rmtree(aside, ignore_errors=True)
+        # otherwise another process was faster, and its copy is as good
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Unfinished folders that nobody has written to for an hour: their process was killed."""
+    for folder in root.glob(f"{_UNFINISHED}*"):
+        try:
+            newest = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+        except OSError:
+            continue
+        if time.time() - newest > _ABANDONED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,217 @@
+"""Vocabularies of GGUF files as ``tokenizer.json`` text.
+
+A GGUF file names its tokenizer by two words: ``tokenizer.ggml.model`` ("gpt2": byte-level BPE, "llama": SentencePiece
+BPE) and, for byte-level BPE, ``tokenizer.ggml.pre``, how text is cut into words first. The regular expressions behind
+the second word are not in the file; they are those that the models' own ``tokenizer.json`` files and llama.cpp use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxdecode.checks import require, shorten
+from jaxdecode.text.backend import Vocabulary, import_tokenizers
+
+__all__ = ["PRE_TOKENIZERS", "PreTokenizer", "gguf_vocabulary"]
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # values of tokenizer.ggml.token_type
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class PreTokenizer(NamedTuple):
+    """How a family of byte-level vocabularies cuts text into words.
+
+    splits: regular expressions, applied one after the other to what the one before left; matches and gaps are words.
+    whole_words: a word that is in the vocabulary is taken as it is, before any merge. add_bos: what holds if the file
+    does not say whether a text begins with begin-of-sequence.
+    """
+
+    splits: tuple[str, ...]
+    whole_words: bool = False
+    add_bos: bool = False
+
+
+_GPT2_WORDS = PreTokenizer((_GPT2,))
+_DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
+_LLAMA3 = PreTokenizer((_CL100K % "{1,3}",), whole_words=True, add_bos=True)
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "gpt-2": _GPT2_WORDS,
+    "phi-2": _GPT2_WORDS,
+    "mpt": _GPT2_WORDS,
+    "olmo": _GPT2_WORDS,
+    "smollm": _DIGITS_THEN_GPT2,
+    "starcoder": _DIGITS_THEN_GPT2,
+    "refact": _DIGITS_THEN_GPT2,
+    "command-r": _DIGITS_THEN_GPT2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "qwen2": PreTokenizer((_CL100K % "",)),
+    "tekken": PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+}
+
+_LONGEST = 256  # characters of a SentencePiece token; published vocabularies stay under 130
+
+# Ends of a turn, which early files of chat models leave out of their metadata.
+_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
+
+
+def gguf_vocabulary(fields: Mapping[str, Any], where: str) -> Vocabulary:
+    """The vocabulary in the metadata ``fields`` of a GGUF file.
+
+    ValueError, naming ``where`` and the field, for a tokenizer of another kind, an unknown pre-tokenizer, or
+    inconsistent lists.
+    """
+    import_tokenizers()
+    read = _Fields(fields, where)
+    kind = read.one("model", str)
+    tokens = read.many("tokens", str)
+    require(len(set(tokens)) == len(tokens) > 0, read.name("tokens"), "different tokens, at least one", "repeated ones")
+    types = read.many("token_type", int, len(tokens), [NORMAL] * len(tokens))
+    if kind == "gpt2":
+        backend, bos_default = _byte_level_bpe(read, tokens)
+    elif kind == "llama":
+        backend, bos_default = _sentencepiece_bpe(read, tokens, types), True
+    else:
+        raise ValueError(f"{read.name('model')}: expected 'gpt2' or 'llama', got {kind!r}, which is not supported")
+    _add_tokens(backend, tokens, types)
+    bos_id = read.id("bos_token_id", len(tokens))
+    if bos_id is None and kind == "llama":
+        bos_id = tokens.index("<s>") if "<s>" in tokens else None
+    template = fields.get("tokenizer.chat_template")
+    require(isinstance(template, str | None), f"{where}: tokenizer.chat_template", "a text", template)
+    return Vocabulary(
+        json=backend.to_str(),
+        eos_ids=_eos_ids(read, tokens, types),
+        bos_id=bos_id,
+        add_bos=read.one("add_bos_token", bool, bos_default and bos_id is not None),
+        chat_template=template,
+        size=len(tokens),
+    )
+
+
+class _Fields:
+    """Typed access to ``tokenizer.ggml.*``."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        self._fields, self._where = fields, where
+
+    def name(self, key: str) -> str:
+        return f"{self._where}: tokenizer.ggml.{key}"
+
+    def one(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self._fields.get(f"tokenizer.ggml.{key}", default)
+        good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        require(good, self.name(key), f"a value of type {kind.__name__}", value)
+        return value
+
+    def id(self, key: str, vocab_size: int) -> int | None:
+        if f"tokenizer.ggml.{key}" not in self._fields:
+            return None
+        value = self.one(key, int)
+        require(0 <= value < vocab_size, self.name(key), f"an id in [0, {vocab_size})", value)
+        return int(value)
+
+    def many(self, key: str, kind: type, length: int | None = None, default: list[Any] | None = None) -> list[Any]:
+        values = self._fields.get(f"tokenizer.ggml.{key}", default)
+        values = values.tolist() if hasattr(values, "tolist") else values
+        good = isinstance(values, list) and all(isinstance(v, kind) for v in values[:1])
+        require(good, self.name(key), f"a list of {kind.__name__}", values[:1] if isinstance(values, list) else values)
+        assert values is not None
+        require(length is None or len(values) == length, self.name(key), f"{length} entries", len(values))
+        return values
+
+
+def _eos_ids(read: _Fields, tokens: list[str], types: list[int]) -> tuple[int, ...]:
+    declared = [read.id(key, len(tokens)) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    by_text = [i for i, token in enumerate(tokens) if token in _END_OF_TURN and types[i] == CONTROL]
+    return tuple(dict.fromkeys(i for i in [*declared, *by_text] if i is not None))
+
+
+def _byte_level_bpe(read: _Fields, tokens: list[str]) -> tuple[Any, bool]:
+    """The backend, and whether texts begin with begin-of-sequence if the file does not say."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    word = read.one("pre", str, "default")  # files from before the field existed mean this one
+    known = PRE_TOKENIZERS.get(word)
+    require(known is not None, read.name("pre"), f"one of {', '.join(PRE_TOKENIZERS)}", word)
+    assert known is not None
+    merges = []
+    for merge in read.many("merges", str):
+        left, space, right = merge.partition(" ")
+        require(bool(left and space and right), read.name("merges"), "two tokens with a space between them", merge)
+        merges.append((left, right))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(_made(BPE, read.name("merges"), vocab, merges, ignore_merges=known.whole_words))
+    cut = [pre_tokenizers.Split(Regex(split), "isolated") for split in known.splits]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cut, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return backend, known.add_bos
+
+
+def _sentencepiece_bpe(read: _Fields, tokens: list[str], types: list[int]) -> Any:
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    scores = read.many("scores", float, len(tokens))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    longest = max(tokens, key=len)  # the search for merges takes the square of it
+    require(len(longest) <= _LONGEST, read.name("tokens"), f"pieces of at most {_LONGEST} characters", longest)
+    merges = _merges_from_scores(vocab, types, scores)
+    model = _made(BPE, read.name("tokens"), vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    backend = Tokenizer(model)
+    prefix = read.one("add_space_prefix", bool, True)
+    spaces = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _merges_from_scores(vocab: dict[str, int], types: list[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the neighbours whose union has the best score: as a list of merges, best first."""
+    plain = {token: i for token, i in vocab.items() if types[i] == NORMAL}
+    merges = []
+    for token, i in plain.items():
+        for cut in range(1, len(token)):
+            left, right = plain.get(token[:cut]), plain.get(token[cut:])
+            if left is not None and right is not None:
+                merges.append((-scores[i], i, left, right, token[:cut], token[cut:]))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _made(bpe: Any, where: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
+    try:
+        return bpe(vocab, merges, **options)
+    except Exception as error:  # the package raises a bare Exception
+        raise ValueError(f"{where}: expected merges of tokens in the vocabulary, got: {shorten(error)}") from None
+
+
+def _add_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
+    """Control tokens, and user-defined ones, which are text that is never split."""
+    from tokenizers import AddedToken
+
+    for kinds, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
+        chosen = [t for t, kind in zip(tokens, types, strict=True) if kind in kinds and t]
+        added = [AddedToken(token, special=special, normalized=False) for token in chosen]
+        (backend.add_special_tokens if special else backend.add_tokens)(added)
