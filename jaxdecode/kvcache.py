@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -156,7 +157,7 @@ class _Part(NamedTuple):
 
 def _attend_part(q: jax.Array, layer: Layer, seen: jax.Array) -> _Part:
     """q[B,K,M,h] over a part's slots; ``seen[B,M,T]``."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = np.promote_types(q.dtype, np.float32)
     k, v = layer.k.astype(q.dtype), layer.v.astype(q.dtype)
     scores = jnp.einsum("bkmh,bkht->bkmt", q, k, preferred_element_type=wide)
     scores = jnp.where(seen[:, None], scores * (q.shape[-1] ** -0.5), HIDDEN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 __all__ = ["embed", "matmul"]
@@ -15,7 +16,7 @@ __all__ = ["embed", "matmul"]
 
 def matmul(w: jax.Array, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """``W[N,K] @ x[K,R]`` -> [N,R], summed in float32 or wider, in ``out_dtype`` (default: that of x)."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = np.promote_types(x.dtype, np.float32)
     out = lax.dot_general(w, x, (((1,), (0,)), ((), ())), preferred_element_type=wide)
     return out.astype(out_dtype or x.dtype)
 

@@ -35,7 +35,8 @@ def _last_token_model(context: int, row: Any) -> Model:
         batch, size = tokens.shape
         lengths = jnp.full((batch,), size, jnp.int32) if lengths is None else lengths
         history = jnp.concatenate([cache["last"], tokens], axis=1)
-        at = jnp.broadcast_to(jnp.arange(size)[None], (batch, size)) if logits_at is None else logits_at
+        every = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], (batch, size))
+        at = every if logits_at is None else logits_at
         previous, last = (jnp.take_along_axis(history, at + i, axis=1) for i in (1, 2))
         known = cache["length"][:, None] + at > 0  # whether a token before this one exists
         logits = row(params, jnp.where(known, previous, last), last)

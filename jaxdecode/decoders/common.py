@@ -25,7 +25,7 @@ def logits_spec(model: Model, params: Params, cache: Cache) -> jax.ShapeDtypeStr
     spec = jax.eval_shape(probe, params, cache)
     ok = len(spec.shape) == 3 and spec.shape[:2] == (batch, 1) and jnp.issubdtype(spec.dtype, jnp.floating)
     checks.require(ok, "model.apply logits", f"floating [{batch}, 1, V]", f"{spec.dtype}{list(spec.shape)}")
-    wide = jnp.promote_types(spec.dtype, jnp.float32)
+    wide = np.promote_types(spec.dtype, np.float32)
     return jax.ShapeDtypeStruct(spec.shape, wide)
 
 
@@ -37,7 +37,7 @@ def check_prompt(prompt: Prompt, keys: jax.Array, vocab_size: int) -> jax.Array:
     for name, x in (("length", length), ("cached", cached), ("keys", keys)):
         checks.require(x.shape == (batch,), name, f"shape ({batch},)", x.shape)
     checks.require(jnp.issubdtype(tokens.dtype, jnp.integer), "prompt.tokens", "integers", tokens.dtype)
-    inside = jnp.arange(size)[None, :] < length[:, None]
+    inside = jnp.arange(size, dtype=jnp.int32)[None, :] < length[:, None]
     tests = (
         ("prompt length", (length >= 1) & (length <= size), f"in [1, {size}]", length),
         ("cached", (cached >= 0) & (cached < jnp.maximum(length, 1)), "in [0, length - 1]", cached),
@@ -89,7 +89,7 @@ def prefill(model: Model, params: Params, cache: Cache, prompt: Prompt, active: 
         return cache
     passes = -(-size // CHUNK)
     width = min(size, CHUNK)
-    at = jnp.minimum(cached[:, None] + jnp.arange(passes * width)[None, :], size)
+    at = jnp.minimum(cached[:, None] + jnp.arange(passes * width, dtype=jnp.int32)[None, :], size)
     tokens = jnp.take_along_axis(tokens, at, axis=1)
     nowhere = jnp.zeros((batch, 0), jnp.int32)
 
@@ -100,7 +100,7 @@ def prefill(model: Model, params: Params, cache: Cache, prompt: Prompt, active: 
 
     if passes == 1:
         return model.apply(params, tokens, cache, lengths=count, logits_at=nowhere)[1]
-    return jax.lax.scan(one, cache, jnp.arange(passes))[0]
+    return jax.lax.scan(one, cache, jnp.arange(passes, dtype=jnp.int32))[0]
 
 
 def forward(
@@ -109,4 +109,4 @@ def forward(
     """One token ``tokens[B]`` of each ``active[B]`` row: logits [B,V] in float32 or wider, and the cache."""
     lengths, at = active.astype(jnp.int32), jnp.zeros((tokens.shape[0], 1), jnp.int32)
     logits, cache = model.apply(params, tokens[:, None], cache, lengths=lengths, logits_at=at)
-    return logits[:, 0].astype(jnp.promote_types(logits.dtype, jnp.float32)), cache
+    return logits[:, 0].astype(np.promote_types(logits.dtype, np.float32)), cache

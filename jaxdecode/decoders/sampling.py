@@ -153,7 +153,7 @@ def _ended(state: SamplingState, tokens: jax.Array, token: jax.Array, length: ja
     rules = state.rules
     code = jnp.where(length - state.start >= rules.limit, Finish.LENGTH, Finish.RUNNING)
     back = rules.stop.shape[2]
-    at = length[:, None] - back + jnp.arange(back)[None, :]
+    at = length[:, None] - back + jnp.arange(back, dtype=jnp.int32)[None, :]
     recent = jnp.where(at >= 0, jnp.take_along_axis(tokens, jnp.maximum(at, 0), axis=1), -1)
     match = jnp.all((rules.stop == recent[:, None]) | (rules.stop == -1), axis=2) & jnp.any(rules.stop != -1, axis=2)
     code = jnp.where(jnp.any(match, axis=1), Finish.STOP, code)
@@ -175,7 +175,7 @@ def _step(
     choice = _choose(jnp.where(good, raw, 0), processed, greedy, state)
     took = running & good[:, 0]
 
-    rows = jnp.arange(took.shape[0])
+    rows = jnp.arange(took.shape[0], dtype=jnp.int32)
     output = jnp.where(took, state.length - state.start, state.logprob.shape[1])
     tokens = state.tokens.at[rows, jnp.where(took, state.length, state.tokens.shape[1])].set(choice.token, mode="drop")
     length = state.length + took.astype(jnp.int32)
@@ -204,9 +204,10 @@ def _step(
 
 def _finish(state: SamplingState) -> Generated:
     n = state.logprob.shape[1]
-    at = jnp.minimum(state.start[:, None] + jnp.arange(n)[None, :], state.tokens.shape[1] - 1)
+    steps = jnp.arange(n, dtype=jnp.int32)[None, :]
+    at = jnp.minimum(state.start[:, None] + steps, state.tokens.shape[1] - 1)
     length = state.length - state.start
-    tokens = jnp.where(jnp.arange(n)[None, :] < length[:, None], jnp.take_along_axis(state.tokens, at, axis=1), -1)
+    tokens = jnp.where(steps < length[:, None], jnp.take_along_axis(state.tokens, at, axis=1), -1)
     return Generated(
         tokens, length, state.logprob, state.processed_logprob, state.margin, state.set_margin, state.finish
     )

@@ -35,7 +35,7 @@ def rescale(logits: jax.Array, tau: jax.Array) -> jax.Array:
     shifted = jnp.where(masked, 0, logits - lax.stop_gradient(top))
     scaled = jnp.where(masked, -jnp.inf, shifted / jnp.where(zero, 1, tau[:, None]))
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    best = ids == jnp.argmax(logits, axis=-1, keepdims=True)
+    best = ids == jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
     greedy = jnp.where(best & ~masked, 0, -jnp.inf).astype(logits.dtype)
     out = jnp.where(zero, lax.stop_gradient(greedy), scaled)
     return jnp.where(jnp.isnan(tau)[:, None], jnp.nan, out)
@@ -72,7 +72,7 @@ def keep_first(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.A
 
     def above(t: jax.Array, strict: bool) -> jax.Array:
         inside = order > t[:, None] if strict else order >= t[:, None]
-        return jnp.sum(jnp.where(inside, amount, zero), axis=-1)
+        return jnp.sum(jnp.where(inside, amount, zero), axis=-1, dtype=zero.dtype)
 
     last = _largest(lambda t: above(t, False) >= needed, rows, 8 * logits.dtype.itemsize, order.dtype)
     equal = order == last[:, None]
