@@ -46,7 +46,7 @@ def check_prompt(prompt: Prompt, keys: jax.Array, vocab_size: int) -> jax.Array:
     valid = jnp.ones((batch,), bool)
     for what, ok, expected, got in tests:
         if checks.is_concrete(ok):
-            checks.require(bool(jnp.all(ok)), what, expected, got)
+            checks.require(bool(np.all(ok)), what, expected, got)
         valid &= ok
     return valid
 
@@ -59,7 +59,7 @@ def check_rules(rules: Rules, batch: int, max_new_tokens: int) -> jax.Array:
         ok = x.ndim == ndim and x.shape[0] == batch
         checks.require(ok, f"rules.{name}", f"{ndim} axes, the first of size {batch}", x.shape)
     if checks.is_concrete(rules.limit):
-        over = int(jnp.max(rules.limit)) > max_new_tokens
+        over = int(np.max(rules.limit)) > max_new_tokens
         checks.require(not over, "rules.limit", f"at most max_new_tokens = {max_new_tokens}", rules.limit)
     return (rules.limit >= 0) & (rules.limit <= max_new_tokens)
 

@@ -1,0 +1,56 @@
+"""Counts from shapes: what one step of a transformer stores, multiplies and reads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxdecode.base import Params
+from jaxdecode.models.transformer import TransformerConfig
+
+__all__ = ["StepCounts", "cache_bytes", "layer_multiplications", "param_bytes", "param_count", "step_counts"]
+
+
+def cache_bytes(config: TransformerConfig, tokens: int, dtype: DTypeLike) -> int:
+    """Bytes of one row's cache for ``tokens`` tokens: 2 L n K h numbers (S7.6)."""
+    numbers = 2 * config.n_layers * tokens * config.n_kv_heads * config.head_dim
+    return numbers * np.dtype(dtype).itemsize
+
+
+def layer_multiplications(config: TransformerConfig, t: int) -> int:
+    """Multiplications of one layer for the token at position t (1-based), with a cache: 2tHh + 2dHh + 2dKh + 3df (S7.5)."""
+    d, heads = config.d_model, config.n_heads * config.head_dim
+    return 2 * t * heads + 2 * d * heads + 2 * d * config.n_kv_heads * config.head_dim + 3 * d * config.d_mlp
+
+
+def param_count(params: Params) -> int:
+    """Numbers in all leaves."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+
+
+def param_bytes(params: Params) -> int:
+    """Bytes of all leaves as they are stored."""
+    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(params))
+
+
+class StepCounts(NamedTuple):
+    """One decode step of ``batch`` rows, each at position t: multiplications, bytes of weights and of cache read."""
+
+    multiplications: int
+    weight_bytes: int
+    cache_bytes: int
+
+
+def step_counts(config: TransformerConfig, params: dict[str, Any], batch: int, t: int, dtype: DTypeLike) -> StepCounts:
+    """Counts of one decode step; ``dtype`` is that of the cache.
+
+    Weights are read once per step whatever the batch; of the embedding table only a tied head reads all of it.
+    """
+    per_row = config.n_layers * layer_multiplications(config, t) + config.d_model * config.vocab_size
+    weights = param_bytes(params)
+    if not config.tied:
+        weights -= param_bytes(params["embed"])
+    return StepCounts(batch * per_row, weights, batch * cache_bytes(config, t, dtype))
