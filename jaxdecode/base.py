@@ -92,7 +92,7 @@ class StepInfo(NamedTuple):
     """What one step did: ``tokens[B,M]``, of which ``count[B]`` are real, their raw log probabilities and margins."""
 
     tokens: jax.Array
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # the field's name; tuple.count is not used
     logprob: jax.Array
     margin: jax.Array
     finish: jax.Array

@@ -59,7 +59,9 @@ def real(value: Any, ok: Callable[[Any], Any], what: str, expected: str) -> Any:
         if array.dtype.kind != "f" or array.dtype.itemsize < 4:
             array = array.astype(np.float32)
         return _checked(array, ok, what, expected)[0]
-    array = value if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize >= 4 else value.astype(jnp.float32)
+    array = (
+        value if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize >= 4 else value.astype(jnp.float32)
+    )
     array, good = _checked(array, ok, what, expected)
     return jnp.where(good, array, jnp.asarray(jnp.nan, array.dtype))
 

@@ -41,7 +41,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks.require(
-            checks.is_concrete(self.max_new_tokens), "max_new_tokens", "concrete numbers (N is static)", "a traced value"
+            checks.is_concrete(self.max_new_tokens),
+            "max_new_tokens",
+            "concrete numbers (N is static)",
+            "a traced value",
         )
         self._chain(None)
         self._limit()
@@ -61,7 +64,11 @@ class Settings:
         greedy = warm.params == 0
         parts = [] if extra is None else [extra]
         parts.append(dataclasses.replace(warm, params=xp.where(greedy, xp.ones_like(warm.params), warm.params)))
-        for value, factory in ((self.top_k, transforms.top_k), (self.top_p, transforms.top_p), (self.min_p, transforms.min_p)):
+        for value, factory in (
+            (self.top_k, transforms.top_k),
+            (self.top_p, transforms.top_p),
+            (self.min_p, transforms.min_p),
+        ):
             if value is not None:
                 parts.append(factory(value))
         return transforms.chain(*parts), greedy
@@ -113,7 +120,7 @@ def _eos(eos: Any, batch_size: int, vocab_size: int) -> Any:
     return array
 
 
-def _stop(stop: Any, batch_size: int, vocab_size: int) -> np.ndarray:
+def _stop(stop: Any, batch_size: int, vocab_size: int) -> Any:
     rows = list(stop)
     flat = all(np.ndim(s) == 1 and not any(np.ndim(t) for t in s) for s in rows)
     per_row: list[list[Sequence[int]]] = [rows] * batch_size if flat else [list(r) for r in rows]
@@ -148,6 +155,7 @@ def _as_prompt(prompts: Any, lengths: Any, padding: str, vocab_size: int) -> Pro
         for i, row in enumerate(rows):
             checks.require(row.ndim == 1 and row.size > 0, f"prompts[{i}]", "a non-empty list of ids", row.tolist())
             checks.token_ids(row, vocab_size, f"prompts[{i}]")
+        tokens: Any
         lengths = np.array([len(r) for r in rows], np.int32)
         tokens = np.zeros((len(rows), int(lengths.max())), np.int32)
         for row, out in zip(rows, tokens, strict=True):
@@ -157,7 +165,8 @@ def _as_prompt(prompts: Any, lengths: Any, padding: str, vocab_size: int) -> Pro
     if checks.is_concrete(tokens):
         extra = 1 + length_class(tokens.shape[1] - 1) - tokens.shape[1]
         tokens = np.pad(np.asarray(tokens), ((0, 0), (0, extra)))
-    return Prompt(tokens, lengths, np.zeros((tokens.shape[0],), np.int32))
+    cached: Any = np.zeros((tokens.shape[0],), np.int32)
+    return Prompt(tokens, lengths, cached)
 
 
 def _arrays(tokens: Any, lengths: Any, vocab_size: int, padding: str) -> tuple[Any, Any]:
@@ -209,13 +218,17 @@ def _cache_len(model: Model, params: Params, prompt: Prompt, new: int, asked: in
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _begin(decoder: Decoder, model: Model, n: int, cache_len: int, params: Params, keys: Any, prompt: Any, rules: Any) -> Any:
+def _begin(
+    decoder: Decoder, model: Model, n: int, cache_len: int, params: Params, keys: Any, prompt: Any, rules: Any
+) -> Any:
     cache = model.init_cache(params, prompt.tokens.shape[0], cache_len)
     return decoder.init(params, keys, prompt, rules, max_new_tokens=n, cache=cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _whole(decoder: Decoder, model: Model, n: int, cache_len: int, params: Params, keys: Any, prompt: Any, rules: Any) -> Any:
+def _whole(
+    decoder: Decoder, model: Model, n: int, cache_len: int, params: Params, keys: Any, prompt: Any, rules: Any
+) -> Any:
     state = _begin(decoder, model, n, cache_len, params, keys, prompt, rules)
     return decoder.finish(run_until_done(decoder, params, state))
 
@@ -280,8 +293,8 @@ def generate(
 
     >>> from jaxdecode.testing import markov_model
     >>> table = jnp.log(jnp.array([[0.1, 0.8, 0.1], [0.1, 0.1, 0.8], [0.8, 0.1, 0.1]]))
-    >>> out = generate(markov_model(), table, [[0], [0, 1]], settings=Settings(max_new_tokens=3, temperature=0, eos=[0]))
-    >>> out.to_lists()
+    >>> settings = Settings(max_new_tokens=3, temperature=0, eos=[0])
+    >>> generate(markov_model(), table, [[0], [0, 1]], settings=settings).to_lists()
     [[1, 2, 0], [2, 0]]
     """
     prepared = _prepare(

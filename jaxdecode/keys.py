@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,17 +69,17 @@ def row_keys(key: jax.Array, batch_size: int, row_ids: Sequence[int | str] | jax
     if key.ndim != 0:
         raise ValueError(f"key: expected one key or an array [B] of them, got shape {key.shape}")
     if row_ids is None:
-        row_ids = np.arange(batch_size, dtype=np.uint32)
+        return _fold_all(key, np.arange(batch_size, dtype=np.uint32))
     if len(row_ids) != batch_size:
         raise ValueError(f"row_ids: expected {batch_size}, got {len(row_ids)}")
     if isinstance(row_ids, jax.core.Tracer):
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, row_ids)
+        return _fold_all(key, row_ids)
     kinds = {isinstance(i, str) for i in row_ids}
     if kinds == {True, False}:
         raise ValueError("row_ids: expected all integers or all strings, got both")
     if kinds == {True}:
         words = np.array([np.frombuffer(hashlib.sha256(str(i).encode()).digest()[:8], ">u4") for i in row_ids])
-        first = jax.vmap(jax.random.fold_in, (None, 0))(key, words[:, 0].astype(np.uint32))
+        first = _fold_all(key, words[:, 0].astype(np.uint32))
         return jax.vmap(jax.random.fold_in)(first, words[:, 1].astype(np.uint32))
     ids = np.asarray(row_ids)
     checks.require(
@@ -87,7 +88,11 @@ def row_keys(key: jax.Array, batch_size: int, row_ids: Sequence[int | str] | jax
         "integers in [0, 2^32)",
         ids,
     )
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, ids.astype(np.uint32))
+    return _fold_all(key, ids.astype(np.uint32))
+
+
+def _fold_all(key: jax.Array, ids: Any) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
 
 
 def uniform(keys: jax.Array, position: jax.Array, stream: int, dtype: DTypeLike) -> jax.Array:

@@ -229,7 +229,7 @@ def share(cache: Any, max_len: int) -> Any:
     def one(node: KVCache) -> KVCache:
         if len(node.shared) == 2:
             raise ValueError("share: expected at most one shared level, got two")
-        k, v = node.layers[0]
+        k = node.layers[0].k
         empty = create(len(node.layers), k.shape[0], k.shape[1], k.shape[2], max_len, k.dtype)
         rows = jnp.arange(k.shape[0], dtype=jnp.int32)
         return KVCache(empty.layers, empty.length, (*node.shared, Segment(node.layers, rows, node.length)))

@@ -69,7 +69,7 @@ def sequence_law(logits: np.ndarray, start: int, n: int) -> dict[tuple[int, ...]
     table = np.asarray(logits, np.float64)
     law = np.exp(table - table.max(1, keepdims=True))
     law /= law.sum(1, keepdims=True)
-    out = {(): 1.0}
+    out: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(n):
         out = {(*s, v): p * law[s[-1] if s else start, v] for s, p in out.items() for v in range(len(law))}
     return out
@@ -96,7 +96,7 @@ def count_compilations() -> Iterator[CompilationCount]:
     """
     count = CompilationCount()
 
-    def listener(event: str, duration: float, **kwargs: Any) -> None:
+    def listener(event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             count.value += 1
 

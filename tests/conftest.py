@@ -1,5 +1,7 @@
 """Strict JAX for every test: no implicit dtype or rank promotion."""
 
+from __future__ import annotations
+
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

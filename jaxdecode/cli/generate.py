@@ -14,7 +14,7 @@ from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_inter
 if TYPE_CHECKING:
     from jaxdecode.checkpoint import Loaded
 
-__all__ = ["Written", "read_prompt", "run", "write"]
+__all__ = ["run"]
 
 CANCELLED = "cancelled"
 FAILURES = {
@@ -85,8 +85,10 @@ def read_prompt(argument: str | None) -> str:
     elif argument is None and sys.stdin.isatty():
         raise BadInput("PROMPT: expected a text, or one piped into stdin, got none")
     else:
-        with bad_input():
+        try:
             prompt = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"PROMPT: expected UTF-8 text, got {error}") from None
     if not prompt:
         raise BadInput("PROMPT: expected a text, got an empty one")
     return prompt
@@ -126,15 +128,15 @@ def write(
                 loaded.model, loaded.params, [ids], key=jax.random.key(seed), settings=loaded.settings(**settings)
             )
         finish = int(state.finish[0])
-        for info in jaxdecode.stream(strategy, loaded.params, state):
-            new = info.tokens[0].tolist()[: int(info.count[0])]
+        steps = jaxdecode.stream(strategy, loaded.params, state)
+        while not interrupted() and (step := next(steps, None)) is not None:
+            info = jax.device_get(step)
+            new = info.tokens[0, : info.count[0]].tolist()
             tokens += new
             if not stream:
                 progress("writing", len(tokens) / settings["max_new_tokens"])
             take(decoder.push(new))
             finish = int(info.finish[0])
-            if interrupted():
-                break
     take(decoder.flush())
     running = finish == jaxdecode.Finish.RUNNING
     return Written("".join(pieces), tokens, CANCELLED if running else jaxdecode.Finish(finish).name.lower())

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -32,29 +33,34 @@ class Progress:
     """``progress(text, fraction)``: one line on stderr that vanishes; nothing at all unless stderr is a terminal."""
 
     def __init__(self) -> None:
-        self._stop: Callable[[], None] | None = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("", total=None)
-            self._bar.start()
-            self._stop = self._bar.stop
+        self._bar: Any = None
+        self._task: Any = None
+        self._over = not sys.stderr.isatty()
 
     def __call__(self, text: str, fraction: float | None = None) -> None:
         """Show ``text`` and, if known, how much of it is done (0 to 1)."""
-        if self._stop is not None:
-            self._bar.update(
-                self._task, description=text, completed=fraction or 0.0, total=None if fraction is None else 1.0
-            )
+        if self._over:
+            return
+        if self._bar is None:
+            self._bar = _bar()
+            self._task = self._bar.add_task(text)
+            self._bar.start()
+        total = None if fraction is None else 1.0
+        self._bar.update(self._task, description=text, total=total, completed=fraction or 0.0)
 
     def stop(self) -> None:
-        """Take the line away; text may follow. A second call does nothing."""
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
+        """Take the line away for good, so that text may follow."""
+        self._over = True
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def check_rules(rules: Rules, batch: int, max_new_tokens: int) -> jax.Array:
 
 def room(cache: Cache) -> jax.Array | None:
     """Tokens each row may hold in all, [B]; None where the cache has no KV node to ask."""
-    nodes = [n for n in jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, kvcache.KVCache))]
+    nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, kvcache.KVCache))
     totals = [n.total - n.length + n.capacity for n in nodes if isinstance(n, kvcache.KVCache)]
     return jnp.min(jnp.stack(totals), axis=0) if totals else None
 

@@ -76,7 +76,9 @@ def _init(
     rows &= common.check_prompt(prompt, keys, spec.shape[-1])
     held = common.room(cache)
     if held is not None:  # a full buffer ends a row like a limit does
-        rules = dataclasses.replace(rules, limit=jnp.where(rows, jnp.clip(rules.limit, 0, held - prompt.length), rules.limit))
+        rules = dataclasses.replace(
+            rules, limit=jnp.where(rows, jnp.clip(rules.limit, 0, held - prompt.length), rules.limit)
+        )
     finish = common.settled(rows, rules.limit)
     tokens = jnp.pad(prompt.tokens, ((0, 0), (0, max_new_tokens)))
     zeros = jnp.zeros((batch, max_new_tokens), spec.dtype)
@@ -160,9 +162,7 @@ def _ended(state: SamplingState, tokens: jax.Array, token: jax.Array, length: ja
     return jnp.where(jnp.any(rules.eos == token[:, None], axis=1), Finish.EOS, code).astype(jnp.int32)
 
 
-def _step(
-    model: Model, all_greedy: bool, params: Params, state: SamplingState
-) -> tuple[SamplingState, StepInfo]:
+def _step(model: Model, all_greedy: bool, params: Params, state: SamplingState) -> tuple[SamplingState, StepInfo]:
     """Compute p(. | x_<t), choose a token, append it; rows that ended stay as they are."""
     running = state.finish == Finish.RUNNING
     pending = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]

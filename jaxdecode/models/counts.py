@@ -21,7 +21,7 @@ def cache_bytes(config: TransformerConfig, tokens: int, dtype: DTypeLike) -> int
 
 
 def layer_multiplications(config: TransformerConfig, t: int) -> int:
-    """Multiplications of one layer for the token at position t (1-based), with a cache: 2tHh + 2dHh + 2dKh + 3df (S7.5)."""
+    """Multiplications of one layer at position t (1-based), with a cache: 2tHh + 2dHh + 2dKh + 3df (S7.5)."""
     d, heads = config.d_model, config.n_heads * config.head_dim
     return 2 * t * heads + 2 * d * heads + 2 * d * config.n_kv_heads * config.head_dim + 3 * d * config.d_mlp
 

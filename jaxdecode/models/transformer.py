@@ -53,7 +53,16 @@ class TransformerConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_mlp", "context_length"):
+        for name in (
+            "vocab_size",
+            "d_model",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "d_mlp",
+            "context_length",
+        ):
             checks.require(getattr(self, name) >= 1, name, "a positive whole number", getattr(self, name))
         checks.require(self.n_heads % self.n_kv_heads == 0, "n_heads", "a multiple of n_kv_heads", self.n_heads)
         checks.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)", self.head_dim)
@@ -78,7 +87,9 @@ def param_shapes(config: TransformerConfig) -> dict[str, Any]:
 
 def init_params(config: TransformerConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Random params: normal with variance 1 / inputs, norms 1."""
-    shapes, tree = jax.tree.flatten(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int))
+    shapes, tree = jax.tree.flatten(
+        param_shapes(config), is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int)
+    )
     keys = jax.random.split(key, len(shapes))
 
     def leaf(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
@@ -86,7 +97,7 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: DTypeLike = jn
             return jnp.ones(shape, dtype)
         return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[1] ** -0.5, dtype)
 
-    return tree.unflatten([leaf(shape, k) for shape, k in zip(shapes, keys, strict=True)])
+    return jax.tree.unflatten(tree, [leaf(shape, k) for shape, k in zip(shapes, keys, strict=True)])
 
 
 def frequencies(config: TransformerConfig) -> np.ndarray:

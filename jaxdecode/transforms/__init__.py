@@ -1,5 +1,7 @@
 """Logits transforms: penalties, masks and filters, and the draw."""
 
+from __future__ import annotations
+
 from jaxdecode.transforms.core import Context, LogitsTransform, Processed, advance, chain, flatten, init, process
 from jaxdecode.transforms.filters import min_p, temperature, top_k, top_p
 from jaxdecode.transforms.select import draw

@@ -14,6 +14,7 @@ from jaxdecode import base
 __all__ = ["Context", "LogitsTransform", "Processed", "advance", "chain", "flatten", "init", "per_row", "process"]
 
 State = Any
+_Carry = tuple[jax.Array, jax.Array, jax.Array]  # logits, token margin, set margin
 
 
 @jax.tree_util.register_dataclass
@@ -194,11 +195,11 @@ def process(
     logits = _wide(logits)
     parts = flatten(transform)
     infinite = jnp.full(logits.shape[:1], jnp.inf, logits.dtype)
-    carry = (logits, infinite, infinite)
+    carry: _Carry = (logits, infinite, infinite)
     for t, s in zip(parts, states, strict=True):
         if t.kind == "filter":
 
-            def cut(c: tuple, t: LogitsTransform = t, s: State = s) -> tuple:
+            def cut(c: _Carry, t: LogitsTransform = t, s: State = s) -> _Carry:
                 return _cut(t, s, c, ctx, greedy)
 
             carry = jax.lax.cond(jnp.all(greedy), lambda c: c, cut, carry)
@@ -218,7 +219,7 @@ def _scores(
     return logits
 
 
-def _cut(t: LogitsTransform, state: State, carry: tuple, ctx: Context, greedy: jax.Array) -> tuple:
+def _cut(t: LogitsTransform, state: State, carry: _Carry, ctx: Context, greedy: jax.Array) -> _Carry:
     before, token_margin, set_margin = carry
     after = jnp.where(greedy[:, None], before, t.apply(before, ctx, state))
     token, held = t.margin(before, after, ctx, state)
