@@ -123,7 +123,8 @@ class Generated:
     tokens[B,N] (-1 past ``length``), length[B], logprob[B,N] under the raw model law (temperature 1),
     processed_logprob[B,N] under the law really drawn from (0 for greedy rows), margin[B,N] and set_margin[B,N] (how
     far the choice was from another one; logits for greedy rows, probability otherwise), finish[B] (``Finish``).
-    Past ``length`` log probabilities are 0 and margins +inf.
+    Past ``length`` log probabilities are 0 and margins +inf. top_ids[B,N,n], top_logprobs[B,N,n]: the n likeliest ids
+    of the raw law at every step, if asked for. With several samples per prompt every field has an axis K after B.
     """
 
     tokens: jax.Array
@@ -133,11 +134,19 @@ class Generated:
     margin: jax.Array
     set_margin: jax.Array
     finish: jax.Array
+    top_ids: jax.Array | None = None
+    top_logprobs: jax.Array | None = None
 
-    def to_lists(self) -> list[list[int]]:
-        """Output ids of every row, the end token included."""
+    def to_lists(self) -> list[Any]:
+        """Output ids of every row, the end token included; a list of K such lists per prompt if there is an axis K."""
         tokens, length = np.asarray(self.tokens), np.asarray(self.length)
-        return [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]
+        rows = [
+            row[:n].tolist() for row, n in zip(tokens.reshape(-1, tokens.shape[-1]), length.reshape(-1), strict=True)
+        ]
+        if tokens.ndim == 2:
+            return rows
+        k = tokens.shape[1]
+        return [rows[i : i + k] for i in range(0, len(rows), k)]
 
 
 @runtime_checkable

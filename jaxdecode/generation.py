@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdecode import checks, transforms
+from jaxdecode import checks, kvcache, transforms
 from jaxdecode import keys as keys_
-from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules
+from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, Shared, repeat_rows
 from jaxdecode.decoders import sample
 from jaxdecode.loop import run_until_done
 from jaxdecode.transforms import LogitsTransform
@@ -28,6 +28,7 @@ class Settings:
     An off value (top_k=0, top_p=1, min_p=0) keeps the filter in the program, so changing numbers never recompiles.
     max_new_tokens: output tokens, 0 allowed; its maximum N is static. temperature: 0 is a greedy row. eos: end ids
     for all rows, or int [B,E] padded with -1. stop: token sequences for all rows, or one list of them per row.
+    num_samples: outputs per prompt, one prefill for all of them. top_logprobs: likeliest ids to record at every step.
     ValueError for anything out of range.
     """
 
@@ -38,6 +39,8 @@ class Settings:
     min_p: Any = None
     eos: Any = ()
     stop: Any = ()
+    num_samples: int = 1
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         checks.require(
@@ -46,6 +49,9 @@ class Settings:
             "concrete numbers (N is static)",
             "a traced value",
         )
+        for name, least in (("num_samples", 1), ("top_logprobs", 0)):
+            value = getattr(self, name)
+            checks.require(type(value) is int and value >= least, name, f"a whole number >= {least}", value)
         self._chain(None)
         self._limit()
 
@@ -89,8 +95,6 @@ class Settings:
 
 
 def _shared(x: Any) -> bool:
-    from jaxdecode.base import Shared
-
     return isinstance(x, Shared)
 
 
@@ -192,11 +196,11 @@ def _arrays(tokens: Any, lengths: Any, vocab_size: int, padding: str) -> tuple[A
     return tokens, lengths
 
 
-def _cache_len(model: Model, params: Params, prompt: Prompt, new: int, asked: int | None) -> int:
+def _cache_len(model: Model, params: Params, prompt: Prompt, limit: Any, new: int, asked: int | None) -> int:
     """Slots per row: what was asked for, else a length class, or as much of it as the model's context allows."""
-    size = prompt.tokens.shape[1]
-    need = new + (int(np.max(prompt.length)) if checks.is_concrete(prompt.length) else size)
-    batch = prompt.tokens.shape[0]
+    batch, size = prompt.tokens.shape
+    known = checks.is_concrete(prompt.length) and checks.is_concrete(limit)
+    need = int(np.max(np.asarray(prompt.length) + np.asarray(limit))) if known else size + new
 
     def allocate(n: int) -> None:
         jax.eval_shape(lambda p: model.init_cache(p, batch, n), params)
@@ -217,20 +221,37 @@ def _cache_len(model: Model, params: Params, prompt: Prompt, new: int, asked: in
     return low
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _begin(
-    decoder: Decoder, model: Model, n: int, cache_len: int, params: Params, keys: Any, prompt: Any, rules: Any
-) -> Any:
-    cache = model.init_cache(params, prompt.tokens.shape[0], cache_len)
-    return decoder.init(params, keys, prompt, rules, max_new_tokens=n, cache=cache)
+class _Plan(NamedTuple):
+    """What is static in a program."""
+
+    decoder: Decoder
+    model: Model
+    size: int
+    samples: int
+    cache_len: int
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _whole(
-    decoder: Decoder, model: Model, n: int, cache_len: int, params: Params, keys: Any, prompt: Any, rules: Any
-) -> Any:
-    state = _begin(decoder, model, n, cache_len, params, keys, prompt, rules)
-    return decoder.finish(run_until_done(decoder, params, state))
+@functools.partial(jax.jit, static_argnums=0)
+def _begin(plan: _Plan, params: Params, keys: Any, prompt: Prompt, rules: Rules) -> Any:
+    batch, size = prompt.tokens.shape
+    cache = plan.model.init_cache(params, batch, plan.cache_len)
+    state = plan.decoder.init(params, keys, prompt, rules, max_new_tokens=plan.size, cache=cache)
+    if plan.samples == 1:
+        return state
+    if kvcache.only_nodes(state.cache):  # the prompt's keys and values are kept once, however many continue it
+        state = dataclasses.replace(state, cache=kvcache.share(state.cache, max(plan.size, 1), size))
+    state = repeat_rows(state, plan.samples)
+    number = jnp.tile(jnp.arange(plan.samples, dtype=jnp.uint32), batch)
+    return dataclasses.replace(state, keys=jax.vmap(jax.random.fold_in)(state.keys, number))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _whole(plan: _Plan, params: Params, keys: Any, prompt: Prompt, rules: Rules) -> Generated:
+    state = _begin(plan, params, keys, prompt, rules)
+    result = plan.decoder.finish(run_until_done(plan.decoder, params, state))
+    if plan.samples == 1:
+        return result
+    return jax.tree.map(lambda x: x.reshape(-1, plan.samples, *x.shape[1:]), result)
 
 
 def _prepare(
@@ -246,7 +267,7 @@ def _prepare(
     cache_len: int | None = None,
     transform: LogitsTransform | None = None,
     decoder: Decoder | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[_Plan, Params, jax.Array, Prompt, Rules]:
     """Check and convert the arguments of ``generate`` into those of the compiled program."""
     settings = Settings() if settings is None else settings
     vocab_size = _vocab_size(model, params)
@@ -257,9 +278,15 @@ def _prepare(
         cold = checks.is_concrete(rules.greedy) and bool(np.all(rules.greedy))
         checks.require(cold, "key", "a jax.random.key, since some row samples (temperature above 0)", "None")
         key = jax.random.key(0)
-    size = _cache_len(model, params, prompt, settings.size, cache_len)
+    if decoder is None:
+        decoder = sample(model, top_logprobs=settings.top_logprobs)
+    else:
+        checks.require(
+            settings.top_logprobs == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", settings
+        )
+    cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)
     keys = keys_.row_keys(key, batch, row_ids)
-    return decoder or sample(model), model, settings.size, size, params, keys, prompt, rules
+    return _Plan(decoder, model, settings.size, settings.num_samples, cache_len), params, keys, prompt, rules
 
 
 def _vocab_size(model: Model, params: Params) -> int:
@@ -316,4 +343,4 @@ def generate(
 def start(model: Model, params: Params, prompts: Any, **options: Any) -> tuple[Decoder, Any]:
     """The decoder and its prefilled state for the arguments of ``generate``, to hand to ``run`` or ``stream``."""
     prepared = _prepare(model, params, prompts, **options)
-    return prepared[0], _begin(*prepared)
+    return prepared[0].decoder, _begin(*prepared)

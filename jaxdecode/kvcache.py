@@ -19,7 +19,20 @@ from jax.typing import DTypeLike
 
 from jaxdecode import base
 
-__all__ = ["KVCache", "Layer", "Plan", "Segment", "advance", "attend", "create", "plan", "share", "truncate", "write"]
+__all__ = [
+    "KVCache",
+    "Layer",
+    "Plan",
+    "Segment",
+    "advance",
+    "attend",
+    "create",
+    "only_nodes",
+    "plan",
+    "share",
+    "truncate",
+    "write",
+]
 
 BUCKET = 128  # attention reads the first BUCKET * 2^i slots, the fewest that hold every row
 HIDDEN = -1e30  # a finite score for entries a query may not see: a row that sees nothing stays finite
@@ -212,17 +225,22 @@ def _is_cache(x: Any) -> bool:
     return isinstance(x, KVCache)
 
 
+def only_nodes(cache: Any) -> bool:
+    """Whether the pytree holds KV nodes and nothing else, so that it can be shared and truncated."""
+    leaves = jax.tree.leaves(cache, is_leaf=_is_cache)
+    return bool(leaves) and all(_is_cache(leaf) for leaf in leaves)
+
+
 def _only_caches(cache: Any, what: str) -> None:
-    for leaf in jax.tree.leaves(cache, is_leaf=_is_cache):
-        if not _is_cache(leaf):
-            raise ValueError(f"{what}: expected a cache of KV nodes only; other state is rolled back by applying again")
+    if not only_nodes(cache):
+        raise ValueError(f"{what}: expected a cache of KV nodes only; other state is rolled back by applying again")
 
 
-def share(cache: Any, max_len: int) -> Any:
+def share(cache: Any, max_len: int, size: int | None = None) -> Any:
     """Every KV node's tail becomes a shared segment, followed by an empty tail of ``max_len`` slots.
 
-    ``repeat_rows`` then forks each row without copying what it has seen. ValueError beyond two levels, or where the
-    pytree holds anything but KV nodes.
+    ``repeat_rows`` then forks each row without copying what it has seen. ``size`` keeps the first slots only (they must
+    hold every row). ValueError beyond two levels, or where the pytree holds anything but KV nodes.
     """
     _only_caches(cache, "share")
 
@@ -232,7 +250,8 @@ def share(cache: Any, max_len: int) -> Any:
         k = node.layers[0].k
         empty = create(len(node.layers), k.shape[0], k.shape[1], k.shape[2], max_len, k.dtype)
         rows = jnp.arange(k.shape[0], dtype=jnp.int32)
-        return KVCache(empty.layers, empty.length, (*node.shared, Segment(node.layers, rows, node.length)))
+        kept = tuple(Layer(layer.k[..., :size], layer.v[..., :size, :]) for layer in node.layers)
+        return KVCache(empty.layers, empty.length, (*node.shared, Segment(kept, rows, node.length)))
 
     return jax.tree.map(one, cache, is_leaf=_is_cache)
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdecode import checks, transforms
 from jaxdecode import keys as keys_
-from jaxdecode import transforms
 from jaxdecode.base import Cache, Decoder, Finish, Generated, Model, Params, Prompt, Rules, StepInfo
 from jaxdecode.decoders import common
 from jaxdecode.transforms import Context, Processed
@@ -25,7 +25,8 @@ class SamplingState:
     """What the next step needs, and the record so far; every leaf has the row first.
 
     tokens[B,S+N] prompt and output side by side, start[B] prompt length, length[B] tokens so far (the last one is not
-    yet in ``cache``), finish[B]; logprob, processed_logprob, margin, set_margin [B,N].
+    yet in ``cache``), finish[B]; logprob, processed_logprob, margin, set_margin [B,N];
+    top_ids, top_logprobs [B,N,n] if n > 0 are recorded.
     """
 
     cache: Cache
@@ -40,6 +41,8 @@ class SamplingState:
     processed_logprob: jax.Array
     margin: jax.Array
     set_margin: jax.Array
+    top_ids: jax.Array | None
+    top_logprobs: jax.Array | None
 
 
 class Choice(NamedTuple):
@@ -58,6 +61,7 @@ def _context(state: SamplingState) -> Context:
 
 def _init(
     model: Model,
+    top: int,
     params: Params,
     keys: jax.Array,
     prompt: Prompt,
@@ -79,6 +83,7 @@ def _init(
         rules = dataclasses.replace(
             rules, limit=jnp.where(rows, jnp.clip(rules.limit, 0, held - prompt.length), rules.limit)
         )
+    checks.require(0 <= top <= spec.shape[-1], "top_logprobs", f"in [0, {spec.shape[-1]}]", top)
     finish = common.settled(rows, rules.limit)
     tokens = jnp.pad(prompt.tokens, ((0, 0), (0, max_new_tokens)))
     zeros = jnp.zeros((batch, max_new_tokens), spec.dtype)
@@ -97,6 +102,8 @@ def _init(
         processed_logprob=zeros,
         margin=infinite,
         set_margin=infinite,
+        top_ids=jnp.zeros((batch, max_new_tokens, top), jnp.int32) if top else None,
+        top_logprobs=jnp.zeros((batch, max_new_tokens, top), spec.dtype) if top else None,
     )
 
 
@@ -162,6 +169,20 @@ def _ended(state: SamplingState, tokens: jax.Array, token: jax.Array, length: ja
     return jnp.where(jnp.any(rules.eos == token[:, None], axis=1), Finish.EOS, code).astype(jnp.int32)
 
 
+def _record_top(state: SamplingState, raw: jax.Array, output: jax.Array) -> SamplingState:
+    """Note the likeliest ids of the raw law [B,V] at place ``output[B]``, if the state keeps them."""
+    if state.top_ids is None or state.top_logprobs is None:
+        return state
+    values, ids = lax.top_k(raw, state.top_ids.shape[2])
+    rows = jnp.arange(raw.shape[0])
+    values = values - _log_total(raw)[:, None]
+    return dataclasses.replace(
+        state,
+        top_ids=state.top_ids.at[rows, output].set(ids, mode="drop"),
+        top_logprobs=state.top_logprobs.at[rows, output].set(values, mode="drop"),
+    )
+
+
 def _step(model: Model, all_greedy: bool, params: Params, state: SamplingState) -> tuple[SamplingState, StepInfo]:
     """Compute p(. | x_<t), choose a token, append it; rows that ended stay as they are."""
     running = state.finish == Finish.RUNNING
@@ -181,7 +202,7 @@ def _step(model: Model, all_greedy: bool, params: Params, state: SamplingState) 
     length = state.length + took.astype(jnp.int32)
     finish = jnp.where(took, _ended(state, tokens, choice.token, length), fault)
     new = dataclasses.replace(
-        state,
+        _record_top(state, raw, output),
         cache=cache,
         tokens=tokens,
         length=length,
@@ -209,17 +230,36 @@ def _finish(state: SamplingState) -> Generated:
     length = state.length - state.start
     tokens = jnp.where(steps < length[:, None], jnp.take_along_axis(state.tokens, at, axis=1), -1)
     return Generated(
-        tokens, length, state.logprob, state.processed_logprob, state.margin, state.set_margin, state.finish
+        tokens,
+        length,
+        state.logprob,
+        state.processed_logprob,
+        state.margin,
+        state.set_margin,
+        state.finish,
+        state.top_ids,
+        state.top_logprobs,
     )
 
 
-@functools.lru_cache(maxsize=256)
-def greedy(model: Model) -> Decoder:
-    """Every row takes the arg max of its processed logits (lowest id of equals), whatever its temperature."""
-    return Decoder(functools.partial(_init, model), functools.partial(_step, model, True), _finish)
+def _decoder(model: Model, all_greedy: bool, top_logprobs: int) -> Decoder:
+    init, step = functools.partial(_init, model, top_logprobs), functools.partial(_step, model, all_greedy)
+    return Decoder(init, step, _finish)
 
 
 @functools.lru_cache(maxsize=256)
-def sample(model: Model) -> Decoder:
-    """Rows draw from their processed law by one uniform number each; rows of ``Rules.greedy`` take the arg max."""
-    return Decoder(functools.partial(_init, model), functools.partial(_step, model, False), _finish)
+def greedy(model: Model, *, top_logprobs: int = 0) -> Decoder:
+    """Every row takes the arg max of its processed logits (lowest id of equals), whatever its temperature.
+
+    top_logprobs: how many of the likeliest ids to record at every step.
+    """
+    return _decoder(model, True, top_logprobs)
+
+
+@functools.lru_cache(maxsize=256)
+def sample(model: Model, *, top_logprobs: int = 0) -> Decoder:
+    """Rows draw from their processed law by one uniform number each; rows of ``Rules.greedy`` take the arg max.
+
+    top_logprobs: how many of the likeliest ids to record at every step.
+    """
+    return _decoder(model, False, top_logprobs)
