@@ -48,11 +48,16 @@ class Layer(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A part many rows share: ``layers`` of G segments, ``segment_of_row[B]``, ``visible[B]`` tokens each row sees."""
+    """A part many rows share: ``layers`` of G segments, ``segment_of_row[B]``, ``visible[B]`` tokens each row sees.
+
+    ``repeats``: row r uses segment r // repeats, so that attention reads a segment once for all its rows; None: rows
+    are in any order, and each gathers its own copy for the time of a product.
+    """
 
     layers: tuple[Layer, ...]
     segment_of_row: jax.Array
     visible: jax.Array
+    repeats: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -76,11 +81,15 @@ class KVCache:
 
     def take_rows(self, rows: jax.Array) -> KVCache:
         tail, length = base.take_rows((self.layers, self.length), rows)
-        return KVCache(tail, length, tuple(_map_rows(s, lambda x: base.take_rows(x, rows)) for s in self.shared))
+        return KVCache(tail, length, tuple(_map_rows(s, lambda x: base.take_rows(x, rows), None) for s in self.shared))
 
     def repeat_rows(self, n: int) -> KVCache:
         tail, length = base.repeat_rows((self.layers, self.length), n)
-        return KVCache(tail, length, tuple(_map_rows(s, lambda x: base.repeat_rows(x, n)) for s in self.shared))
+        return KVCache(
+            tail,
+            length,
+            tuple(_map_rows(s, lambda x: base.repeat_rows(x, n), s.repeats and s.repeats * n) for s in self.shared),
+        )
 
     def put_rows(self, rows: jax.Array, new: KVCache) -> KVCache:
         if self.shared or new.shared:
@@ -89,9 +98,9 @@ class KVCache:
         return KVCache(tail, length)
 
 
-def _map_rows(segment: Segment, fn: Any) -> Segment:
+def _map_rows(segment: Segment, fn: Any, repeats: int | None) -> Segment:
     rows, visible = fn((segment.segment_of_row, segment.visible))
-    return Segment(segment.layers, rows, visible)
+    return Segment(segment.layers, rows, visible, repeats)
 
 
 def create(
@@ -109,15 +118,18 @@ def create(
 class Plan(NamedTuple):
     """Where one call's S tokens go: computed once, used by every layer.
 
-    position[B,S] of each token in its row, slot[B,S] in the tail (padding: past the end, so the write is dropped),
-    visible[B,S] tail slots each token sees, length[B] afterwards, bucket (index of the attention size).
+    position[B,S] of each token in its row, start[B] the first slot and count[B] how many tokens are written,
+    visible[B,S] tail slots each token sees, length[B] afterwards; bucket, and one of shared_buckets for every shared
+    level: the index of the size that attention reads.
     """
 
     position: jax.Array
-    slot: jax.Array
+    start: jax.Array
+    count: jax.Array
     visible: jax.Array
     length: jax.Array
     bucket: jax.Array
+    shared_buckets: tuple[jax.Array, ...]
 
 
 def _sizes(capacity: int) -> list[int]:
@@ -127,32 +139,59 @@ def _sizes(capacity: int) -> list[int]:
     return [min(size, capacity) for size in sizes]
 
 
+def _bucket(capacity: int, tokens: jax.Array) -> jax.Array:
+    """The first of the sizes that holds ``tokens[B]``, as an index."""
+    sizes = jnp.array(_sizes(capacity), jnp.int32)
+    return jnp.minimum(jnp.sum(sizes < jnp.max(tokens)), len(sizes) - 1)
+
+
 def plan(cache: KVCache, size: int, lengths: jax.Array | None = None) -> Plan:
     """Plan the next ``size`` tokens of each row, of which ``lengths[B]`` are real (None: all)."""
     steps = jnp.arange(size, dtype=jnp.int32)[None, :]
     if lengths is None:
         lengths = jnp.full_like(cache.length, size)
-    real = steps < lengths[:, None]
     place = cache.length[:, None] + steps
     capacity = cache.capacity
     after = jnp.minimum(cache.length + lengths, capacity)
-    sizes = jnp.array(_sizes(capacity), jnp.int32)
-    bucket = jnp.minimum(jnp.sum(sizes < jnp.max(after)), len(sizes) - 1)
     return Plan(
         position=(cache.total[:, None] + steps),
-        slot=jnp.where(real & (place < capacity), place, capacity),
+        start=cache.length,
+        count=after - cache.length,
         visible=jnp.minimum(place + 1, after[:, None]),
         length=after,
-        bucket=bucket,
+        bucket=_bucket(capacity, after),
+        shared_buckets=tuple(_bucket(s.layers[0].v.shape[2], s.visible) for s in cache.shared),
     )
 
 
 def write(layer: Layer, k: jax.Array, v: jax.Array, plan: Plan) -> Layer:
-    """Put ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the planned slots."""
-    rows = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
-    keys = layer.k.at[rows, :, :, plan.slot].set(k.astype(layer.k.dtype), mode="drop")
-    values = layer.v.at[rows, :, plan.slot].set(v.astype(layer.v.dtype), mode="drop")
-    return Layer(keys, values)
+    """Put ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the planned slots, in place where the buffer may be reused.
+
+    Row by row, one contiguous window each: a scatter would move one token at a time. The window starts early where S
+    slots would pass the end, and slots that get no token keep what they hold.
+    """
+    batch, size = k.shape[:2]
+    capacity = layer.v.shape[2]
+    width = min(size, capacity)
+    new = Layer(k.transpose(0, 2, 3, 1).astype(layer.k.dtype), v.transpose(0, 2, 1, 3).astype(layer.v.dtype))
+
+    def row(b: jax.Array, layer: Layer) -> Layer:
+        start = jnp.clip(plan.start[b], 0, capacity - width)
+        source = start + jnp.arange(width, dtype=jnp.int32) - plan.start[b]
+        fresh = (source >= 0) & (source < plan.count[b])
+
+        def put(buffer: jax.Array, tokens: jax.Array, axis: int) -> jax.Array:
+            at = [b, *(start if i == axis else 0 for i in (1, 2, 3))]
+            shape = [1, *(width if i == axis else buffer.shape[i] for i in (1, 2, 3))]
+            tokens = lax.dynamic_slice_in_dim(tokens, b, 1)
+            if width > 1 or size > 1:
+                tokens = jnp.take(tokens, jnp.clip(source, 0, size - 1), axis=axis)
+            mask = fresh.reshape([width if i == axis else 1 for i in range(4)])
+            return lax.dynamic_update_slice(buffer, jnp.where(mask, tokens, lax.dynamic_slice(buffer, at, shape)), at)
+
+        return Layer(put(layer.k, new.k, 3), put(layer.v, new.v, 2))
+
+    return lax.fori_loop(0, batch, row, layer)
 
 
 def advance(cache: KVCache, layers: Sequence[Layer], plan: Plan) -> KVCache:
@@ -188,8 +227,8 @@ def _merge(a: _Part, b: _Part) -> _Part:
     return _Part(a.out * wa[..., None] + b.out * wb[..., None], top, a.total * wa + b.total * wb)
 
 
-def _tail(q: jax.Array, layer: Layer, visible: jax.Array, bucket: jax.Array) -> _Part:
-    """Attention over the tail, whose cost follows the tokens present: one branch per bucket size."""
+def _bucketed(q: jax.Array, layer: Layer, visible: jax.Array, bucket: jax.Array) -> _Part:
+    """Attention of q[R,K,M,h] over the first ``visible[R,M]`` slots, whose cost follows them: a branch per bucket."""
 
     def branch(size: int) -> Any:
         def run(q: jax.Array, layer: Layer, visible: jax.Array) -> _Part:
@@ -204,6 +243,24 @@ def _tail(q: jax.Array, layer: Layer, visible: jax.Array, bucket: jax.Array) -> 
     return lax.switch(bucket, branches, q, layer, visible)
 
 
+def _attend_shared(q: jax.Array, segment: Segment, index: int, bucket: jax.Array) -> _Part:
+    """Attention of q[B,K,M,h] over a shared level."""
+    batch, kv, size, head = q.shape
+    layer = segment.layers[index]
+    if segment.repeats is None:
+        layer = base.take_rows(layer, segment.segment_of_row)
+        return _bucketed(q, layer, jnp.broadcast_to(segment.visible[:, None], (batch, size)), bucket)
+    n = segment.repeats  # the rows of one segment stand side by side: their queries become one block
+    block = q.reshape(batch // n, n, kv, size, head).swapaxes(1, 2).reshape(batch // n, kv, n * size, head)
+    visible = jnp.repeat(segment.visible.reshape(batch // n, n), size, axis=1)
+    part = _bucketed(block, layer, visible, bucket)
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x.reshape(batch // n, kv, n, size, *x.shape[3:]).swapaxes(1, 2).reshape(batch, kv, size, *x.shape[3:])
+
+    return _Part(*(rows(x) for x in part))
+
+
 def attend(q: jax.Array, layer: Layer, cache: KVCache, index: int, plan: Plan) -> jax.Array:
     """Causal attention of ``q[B,K,G,S,h]`` (G query heads per KV head) over every part, scaled by h^-1/2.
 
@@ -211,12 +268,9 @@ def attend(q: jax.Array, layer: Layer, cache: KVCache, index: int, plan: Plan) -
     """
     batch, kv, groups, size, head = q.shape
     flat = q.reshape(batch, kv, groups * size, head)
-    part = _tail(flat, layer, jnp.tile(plan.visible, (1, groups)), plan.bucket)
-    for segment in cache.shared:
-        rows = base.take_rows(segment.layers[index], segment.segment_of_row)
-        seen = jnp.arange(rows.v.shape[2], dtype=jnp.int32)[None, None, :] < segment.visible[:, None, None]
-        seen = jnp.broadcast_to(seen, (batch, groups * size, rows.v.shape[2]))
-        part = _merge(part, _attend_part(flat, rows, seen))
+    part = _bucketed(flat, layer, jnp.tile(plan.visible, (1, groups)), plan.bucket)
+    for segment, bucket in zip(cache.shared, plan.shared_buckets, strict=True):
+        part = _merge(part, _attend_shared(flat, segment, index, bucket))
     out = part.out / part.total[..., None]
     return out.astype(q.dtype).reshape(q.shape)
 
@@ -251,7 +305,7 @@ def share(cache: Any, max_len: int, size: int | None = None) -> Any:
         empty = create(len(node.layers), k.shape[0], k.shape[1], k.shape[2], max_len, k.dtype)
         rows = jnp.arange(k.shape[0], dtype=jnp.int32)
         kept = tuple(Layer(layer.k[..., :size], layer.v[..., :size, :]) for layer in node.layers)
-        return KVCache(empty.layers, empty.length, (*node.shared, Segment(kept, rows, node.length)))
+        return KVCache(empty.layers, empty.length, (*node.shared, Segment(kept, rows, node.length, 1)))
 
     return jax.tree.map(one, cache, is_leaf=_is_cache)
 
@@ -267,7 +321,7 @@ def truncate(cache: Any, length: jax.Array) -> Any:
         left, shared = length, []
         for segment in node.shared:
             visible = jnp.minimum(segment.visible, left)
-            shared.append(Segment(segment.layers, segment.segment_of_row, visible))
+            shared.append(dataclasses.replace(segment, visible=visible))
             left = left - visible
         return KVCache(node.layers, jnp.minimum(node.length, left), tuple(shared))
 

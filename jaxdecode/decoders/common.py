@@ -85,7 +85,7 @@ def prefill(model: Model, params: Params, cache: Cache, prompt: Prompt, active: 
     tokens, length, cached = prompt
     batch, size = tokens.shape[0], tokens.shape[1] - 1
     count = jnp.where(active, length - 1 - cached, 0)
-    if size == 0:
+    if size == 0 or (checks.is_concrete(count) and not np.any(count)):  # the cache holds it all
         return cache
     passes = -(-size // CHUNK)
     width = min(size, CHUNK)

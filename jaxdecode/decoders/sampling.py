@@ -112,20 +112,22 @@ def _pick(x: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def _log_total(logits: jax.Array) -> jax.Array:
-    """log sum exp over the vocabulary, [B]; 0 where every id is masked."""
+    """log sum exp over the vocabulary, [B]; 0 where every id is masked, NaN where some logit is NaN or +inf."""
     top = lax.stop_gradient(jnp.max(logits, axis=-1))
     top = jnp.where(jnp.isneginf(top), 0, top)
     total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
-    return jnp.log(jnp.where(total > 0, total, 1)) + top
+    return jnp.log(jnp.where(total == 0, 1, total)) + top
 
 
-def _choose(raw: jax.Array, processed: Processed, greedy: jax.Array, state: SamplingState) -> Choice:
+def _choose(
+    raw: jax.Array, raw_total: jax.Array, processed: Processed, greedy: jax.Array, state: SamplingState
+) -> Choice:
     """The arg max for greedy rows, one inverse-CDF draw for the others; drawn only if some row samples."""
     logits = processed.logits
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    top, best = transforms.first_max(logits)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     second = jnp.max(jnp.where(ids == best[:, None], -jnp.inf, logits), axis=-1)
-    gap = jnp.where(jnp.isneginf(second), jnp.inf, _pick(logits, best) - second)
+    gap = jnp.where(jnp.isneginf(second), jnp.inf, top - second)
 
     def sampled(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
         u = keys_.uniform(state.keys, state.length, keys_.Stream.DRAW, logits.dtype)
@@ -141,20 +143,21 @@ def _choose(raw: jax.Array, processed: Processed, greedy: jax.Array, state: Samp
     token, lp, margin = lax.cond(jnp.any(busy), sampled, arg_max, None)
     return Choice(
         token=token,
-        logprob=_pick(raw, token) - _log_total(raw),
+        logprob=_pick(raw, token) - raw_total,
         processed_logprob=lp,
         margin=lax.stop_gradient(jnp.minimum(margin, processed.token_margin)),
         set_margin=lax.stop_gradient(processed.set_margin),
     )
 
 
-def _faults(raw: jax.Array, logits: jax.Array) -> jax.Array:
-    """Finish code [B] of rows that can't go on: NAN (raw NaN or +inf), INVALID (a poisoned setting), NO_TOKEN."""
-    top = jnp.max(raw, axis=-1)
+def _faults(raw_total: jax.Array, logits: jax.Array) -> jax.Array:
+    """Finish code [B] of rows that can't go on: NAN (raw NaN or +inf), INVALID (a poisoned setting), NO_TOKEN.
+
+    NaN shows in sums (``raw_total``) and counts; a vectorized maximum may lose it.
+    """
     code = jnp.where(jnp.isneginf(jnp.max(logits, axis=-1)), Finish.NO_TOKEN, Finish.RUNNING)
     code = jnp.where(jnp.any(jnp.isnan(logits), axis=-1), Finish.INVALID, code)
-    bad = jnp.isposinf(top) | jnp.any(jnp.isnan(raw), axis=-1)
-    return jnp.where(bad, Finish.NAN, code).astype(jnp.int32)
+    return jnp.where(jnp.isnan(raw_total), Finish.NAN, code).astype(jnp.int32)
 
 
 def _ended(state: SamplingState, tokens: jax.Array, token: jax.Array, length: jax.Array) -> jax.Array:
@@ -190,10 +193,11 @@ def _step(model: Model, all_greedy: bool, params: Params, state: SamplingState) 
     raw, cache = common.forward(model, params, pending, state.cache, running)
     greedy = jnp.ones_like(running) if all_greedy else state.rules.greedy
     processed = transforms.process(state.rules.transform, raw, _context(state), state.states, greedy | ~running)
-    fault = _faults(raw, processed.logits)
+    raw_total = _log_total(raw)
+    fault = _faults(raw_total, processed.logits)
     good = (fault == Finish.RUNNING)[:, None]
     processed = processed._replace(logits=jnp.where(good, processed.logits, 0))
-    choice = _choose(jnp.where(good, raw, 0), processed, greedy, state)
+    choice = _choose(raw, raw_total, processed, greedy, state)
     took = running & good[:, 0]
 
     rows = jnp.arange(took.shape[0], dtype=jnp.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxdecode.transforms.core import Context, LogitsTransform, Processed, advance, chain, flatten, init, process
 from jaxdecode.transforms.filters import min_p, temperature, top_k, top_p
-from jaxdecode.transforms.select import draw
+from jaxdecode.transforms.select import draw, first_max
 
 __all__ = [
     "Context",
@@ -13,6 +13,7 @@ __all__ = [
     "advance",
     "chain",
     "draw",
+    "first_max",
     "flatten",
     "init",
     "min_p",

@@ -130,7 +130,7 @@ def _min_p_margin(
     shifted = before - jnp.max(before, axis=-1, keepdims=True)
     distance = jnp.abs(shifted - jnp.log(p)[:, None])
     ids = jax.lax.broadcasted_iota(jnp.int32, before.shape, 1)
-    always = ids == jnp.argmax(before, axis=-1, keepdims=True).astype(jnp.int32)  # the largest passes its own test
+    always = ids == select.first_max(before)[1][:, None]  # the largest passes its own test
     nearest = jnp.min(jnp.where(jnp.isneginf(before) | always, jnp.inf, distance), axis=-1)
     margin = jnp.where((p == 0) | jnp.isinf(nearest), jnp.inf, jnp.tanh(nearest / 4))
     return margin, margin

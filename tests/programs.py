@@ -1,0 +1,92 @@
+"""Reading programs: matrix products of a traced function, and what the loop of a compiled one does."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from jax.extend import core
+
+__all__ = ["large_instructions", "loop_instructions", "multiplications", "result_shapes"]
+
+
+def multiplications(jaxpr: core.Jaxpr, branch: int = -1) -> int:
+    """Multiplications of every matrix product in ``jaxpr``; of a switch, those of branch number ``branch``."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
+        elif eqn.primitive.name == "cond":
+            total += multiplications(eqn.params["branches"][branch].jaxpr, branch)
+        else:
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            total += times * sum(multiplications(sub, branch) for sub in _inner(eqn))
+    return total
+
+
+def _inner(eqn: Any) -> list[core.Jaxpr]:
+    assert eqn.primitive.name != "while", "a loop whose length is not known cannot be counted"
+    found = [x for value in eqn.params.values() for x in (value if isinstance(value, (tuple, list)) else [value])]
+    return [
+        x.jaxpr if isinstance(x, core.ClosedJaxpr) else x
+        for x in found
+        if isinstance(x, (core.Jaxpr, core.ClosedJaxpr))
+    ]
+
+
+def loop_instructions(hlo: str) -> list[str]:
+    """Every instruction of the while bodies and of the computations they call, fused ones included."""
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in hlo.splitlines():
+        if head := re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            current = found.setdefault(head[1], [])
+        elif " = " in line:
+            current.append(line.split(", metadata=")[0])
+    todo = re.findall(r"body=%?([\w.\-]+)", hlo)
+    assert todo, "expected a loop"
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in found and name not in seen:
+            seen.add(name)
+            lists = re.findall(
+                r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)", " ".join(found[name])
+            )
+            todo += [callee for part in lists for callee in re.findall(r"[\w.\-]+", part)]
+    return [line for name in sorted(seen) for line in found[name]]
+
+
+# What may yield an array as large as the whole cache of one layer inside the loop: passing it on, or writing in place.
+PASSES_ON = {
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "while",
+    "conditional",
+    "bitcast",
+    "scatter",
+    "dynamic-update-slice",
+}
+
+
+def large_instructions(hlo: str, numbers: int) -> list[str]:
+    """Instructions of the loop whose result has at least ``numbers`` elements and that compute or copy it."""
+    out = []
+    for line in loop_instructions(hlo):
+        parts = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = \w+\[([\d,]*)\]\S* ([\w\-]+)\(", line)
+        if parts and math.prod(int(x) for x in parts[1].split(",") if x) >= numbers and parts[2] not in PASSES_ON:
+            in_place = parts[2] == "fusion" and re.search(
+                r"calls=%?\S*(scatter|dynamic-update-slice|dynamic_update_slice)", line
+            )
+            out += [] if in_place else [line]
+    return out
+
+
+def result_shapes(hlo: str) -> set[tuple[int, ...]]:
+    """The shapes of all arrays a compiled program computes."""
+    found = re.findall(r" = \w+\[([\d,]+)\]", hlo)
+    return {tuple(int(x) for x in dims.split(",")) for dims in found}

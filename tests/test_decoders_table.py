@@ -1,0 +1,344 @@
+"""One table: every decoder and every transform goes through the same checks.
+
+A new decoder or transform is added to the table, and must pass all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdecode import (
+    Context,
+    Decoder,
+    Finish,
+    Generated,
+    LogitsTransform,
+    Prompt,
+    Rules,
+    chain,
+    greedy,
+    min_p,
+    repeat_rows,
+    run,
+    sample,
+    take_rows,
+    temperature,
+    top_k,
+    top_p,
+    transforms,
+)
+from jaxdecode.testing import markov_model
+
+V, B, N = 10, 4, 4
+NAN_ROW, INF_ROW, EMPTY_ROW = 7, 8, 9  # tokens after which the model's logits are of no use
+
+
+def table() -> np.ndarray:
+    z = np.random.default_rng(3).normal(size=(V, V)).astype(np.float32) * 2
+    z[:, 7:] = -np.inf  # no token leads there: only a prompt does
+    z[NAN_ROW, 2], z[INF_ROW, 2], z[EMPTY_ROW] = np.nan, np.inf, -np.inf
+    return z
+
+
+TABLE = table()
+MODEL = markov_model()
+DECODERS: dict[str, Decoder] = {
+    "greedy": greedy(MODEL, top_logprobs=2),
+    "sample": sample(MODEL, top_logprobs=2),
+}
+
+
+def _odd_only(params: jax.Array, logits: jax.Array, ctx: Context, state: Any) -> jax.Array:
+    """A user's mask: rows where ``params[B]`` is 1 lose their even ids."""
+    even = (jnp.arange(logits.shape[1]) % 2 == 0)[None]
+    return jnp.where(even & (params == 1)[:, None], -jnp.inf, logits)
+
+
+ROWS_TAU = np.array([0.5, 1.0, 2.0, 1.0], np.float32)
+ROWS_ODD = np.array([0, 1, 1, 0], np.int32)
+# name -> the transform for B rows, one value each
+TRANSFORMS: dict[str, LogitsTransform] = {
+    "identity": chain(),
+    "mask": LogitsTransform(ROWS_ODD, "mask", _odd_only),
+    "temperature": temperature(ROWS_TAU),
+    "top_k": top_k(np.array([0, 1, 3, V + 1])),
+    "top_p": top_p(np.array([1.0, 0.1, 0.7, 0.9], np.float32)),
+    "min_p": min_p(np.array([0.0, 0.2, 1.0, 0.05], np.float32)),
+}
+TRANSFORMS["chain"] = chain(*TRANSFORMS.values())
+CUTS = {name: t for name, t in TRANSFORMS.items() if t.kind == "filter"}
+FACTORIES: dict[str, tuple[Callable[[Any], LogitsTransform], Any]] = {
+    "temperature": (temperature, 0.7),
+    "top_k": (top_k, 2),
+    "top_p": (top_p, 0.6),
+    "min_p": (min_p, 0.3),
+}
+every_transform = pytest.mark.parametrize("name", TRANSFORMS)
+every_decoder = pytest.mark.parametrize("name", DECODERS)
+LOGITS = np.random.default_rng(0).normal(size=(B, V)).astype(np.float32).round(1)
+apply = jax.jit(lambda t, z: t(z))
+
+
+def assert_close(a: Any, b: Any) -> None:
+    """The same ids masked, the others equal to rounding."""
+    np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@every_transform
+def test_transform_jit_is_no_jit(name: str) -> None:
+    assert_close(TRANSFORMS[name](jnp.asarray(LOGITS)), apply(TRANSFORMS[name], LOGITS))
+
+
+@every_transform
+def test_transform_row_alone_elsewhere_and_repeated(name: str) -> None:
+    t, places = TRANSFORMS[name], jnp.array([2, 0, 3, 1])
+    together = np.asarray(apply(t, LOGITS))
+    np.testing.assert_array_equal(apply(take_rows(t, places), LOGITS[places]), together[places])
+    for b in range(B):
+        np.testing.assert_array_equal(apply(take_rows(t, jnp.array([b])), LOGITS[b : b + 1])[0], together[b])
+    twice = apply(repeat_rows(t, 2), np.repeat(LOGITS, 2, axis=0))
+    np.testing.assert_array_equal(twice, np.repeat(together, 2, axis=0))
+
+
+@every_transform
+def test_transform_is_not_disturbed_by_bad_neighbours(name: str) -> None:
+    """Rows of NaN, +inf or nothing beside a row change none of its numbers; a row of nothing stays one."""
+    together = np.asarray(apply(TRANSFORMS[name], LOGITS))
+    for bad in (np.nan, np.inf, -np.inf):
+        for place in range(B):
+            z = LOGITS.copy()
+            z[place] = bad
+            out = np.asarray(apply(TRANSFORMS[name], z))
+            others = np.arange(B) != place
+            np.testing.assert_array_equal(out[others], together[others])
+            if bad == -np.inf:
+                assert np.isneginf(out[place]).all()
+
+
+@every_transform
+def test_transform_only_masks_or_rescales_and_never_empties_a_row(name: str) -> None:
+    z = LOGITS.copy()
+    z[:, 3] = -np.inf
+    out = np.asarray(apply(TRANSFORMS[name], z))
+    assert not np.isnan(out).any()
+    assert np.isneginf(out[:, 3]).all()
+    assert (out > -np.inf).any(axis=1).all()
+    if TRANSFORMS[name].kind in ("mask", "filter"):
+        kept = out > -np.inf
+        np.testing.assert_array_equal(out[kept], z[kept])
+
+
+@every_transform
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_transform_works_in_float32(name: str, dtype: Any) -> None:
+    z = LOGITS.astype(dtype)
+    out = apply(TRANSFORMS[name], z)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, apply(TRANSFORMS[name], z.astype(np.float32)))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_transform_number_is_a_column_of_it_and_may_be_traced(name: str) -> None:
+    factory, value = FACTORIES[name]
+    expected = np.asarray(apply(factory(value), LOGITS))
+    np.testing.assert_array_equal(apply(factory([value] * B), LOGITS), expected)
+    inside = jax.jit(lambda x, z: factory(x)(z))
+    np.testing.assert_array_equal(inside(value, LOGITS), expected)
+    over = jax.vmap(lambda x, z: factory(x)(z[None])[0])(jnp.asarray([value] * B), jnp.asarray(LOGITS))
+    assert_close(over, expected)
+
+
+@every_transform
+def test_transform_margins_are_as_its_kind_says(name: str) -> None:
+    """+inf for scores and masks; for filters a finite distance or +inf, never NaN or negative."""
+    ctx = context()
+    for t in transforms.flatten(TRANSFORMS[name]):
+        z = jnp.asarray(LOGITS)
+        for margin in t.margin(z, t.apply(z, ctx, ()), ctx, ()):
+            assert margin.shape == (B,)
+            assert (np.asarray(margin) >= 0).all()
+            if t.kind != "filter":
+                assert np.isposinf(margin).all()
+
+
+def context() -> Context:
+    zeros: Any = np.zeros(B, np.int32)
+    return Context(jnp.zeros((B, 1), jnp.int32), zeros, zeros + 1, zeros + N, jax.random.split(jax.random.key(0), B))
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("rows", [[1, 0, 1, 0], [1, 1, 1, 1]], ids=["some", "all"])
+def test_greedy_rows_skip_filters(name: str, rows: list[int]) -> None:
+    skip = jnp.array(rows, bool)
+    out = transforms.process(chain(CUTS[name]), jnp.asarray(LOGITS), context(), ((),), skip)
+    expected = np.where(skip[:, None], LOGITS, apply(CUTS[name], LOGITS))
+    np.testing.assert_array_equal(out.logits, expected)
+    assert np.isposinf(np.asarray(out.token_margin)[np.asarray(skip)]).all()
+
+
+# Decoders. Every row of the batch below has its own transform settings, limit, end ids and stop sequence.
+
+KEYS = jax.random.split(jax.random.key(42), B)
+TOKENS: Any = np.array([[1, 0, 0], [2, 3, 0], [4, 5, 6], [6, 2, 0]], np.int32)
+LENGTH: Any = np.array([1, 2, 3, 2], np.int32)
+RULES = Rules(
+    transform=TRANSFORMS["chain"],
+    greedy=jnp.array([False, False, True, True]),
+    eos=jnp.array([[-1], [-1], [-1], [2]]),
+    limit=jnp.array([N, N - 1, N, N]),
+    stop=jnp.array([[[-1, -1]], [[-1, -1]], [[5, 3]], [[-1, 1]]]),
+)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def start(decoder: Decoder, n: int, slots: int, tokens: Any, length: Any, rules: Rules, keys: jax.Array) -> Any:
+    cache = MODEL.init_cache(TABLE, tokens.shape[0], slots)
+    prompt = Prompt(tokens, length, jnp.zeros(tokens.shape[:1], jnp.int32))
+    return decoder.init(TABLE, keys, prompt, rules, max_new_tokens=n, cache=cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def steps(decoder: Decoder, n: int, state: Any) -> Any:
+    return run(decoder, TABLE, state, n)
+
+
+def whole(decoder: Decoder, tokens: Any = TOKENS, length: Any = LENGTH, rows: Any = None, slots: int = 16) -> Generated:
+    """N steps; ``rows`` picks some of them, in any order."""
+    rules, keys = (RULES, KEYS) if rows is None else take_rows((RULES, KEYS), jnp.asarray(rows))
+    if rows is not None:
+        tokens, length = tokens[np.asarray(rows)], length[np.asarray(rows)]
+    return decoder.finish(steps(decoder, N, start(decoder, N, slots, tokens, length, rules, keys))[0])
+
+
+def assert_same(a: Generated, b: Generated, rows: Any = slice(None)) -> None:
+    assert b.top_ids is not None
+    for field in dataclasses.fields(Generated):
+        np.testing.assert_array_equal(getattr(a, field.name), np.asarray(getattr(b, field.name))[rows], field.name)
+
+
+@every_decoder
+def test_decoder_jit_is_no_jit(name: str) -> None:
+    decoder = DECODERS[name]
+    state = start(decoder, N, 16, TOKENS, LENGTH, RULES, KEYS)
+    compiled, infos = steps(decoder, N, state)
+    with jax.disable_jit():
+        for i in range(2):
+            state, info = decoder.step(TABLE, state)
+            np.testing.assert_array_equal(info.tokens, infos.tokens[i])
+            np.testing.assert_array_equal(info.finish, infos.finish[i])
+            np.testing.assert_allclose(info.logprob, infos.logprob[i], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(info.margin, infos.margin[i], rtol=1e-4, atol=1e-6)
+    plain, fast = decoder.finish(state), decoder.finish(compiled)
+    np.testing.assert_array_equal(plain.tokens[:, :2], fast.tokens[:, :2])
+    np.testing.assert_allclose(plain.processed_logprob[:, :2], fast.processed_logprob[:, :2], rtol=1e-5, atol=1e-6)
+
+
+@every_decoder
+def test_decoder_row_alone_and_elsewhere(name: str) -> None:
+    together = whole(DECODERS[name])
+    assert together.finish.tolist() == [Finish.LENGTH, Finish.LENGTH, Finish.STOP, Finish.EOS]
+    assert_same(whole(DECODERS[name], rows=[3, 1, 0, 2]), together, np.array([3, 1, 0, 2]))
+    for b in range(B):
+        assert_same(whole(DECODERS[name], rows=[b]), together, [b])
+
+
+@every_decoder
+def test_decoder_padding_and_allocation_change_nothing(name: str) -> None:
+    together = whole(DECODERS[name])
+    for padding_id in (1, V - 1):
+        wide = np.full((B, 6), padding_id, np.int32)
+        for row, prompt, n in zip(wide, TOKENS, LENGTH, strict=True):
+            row[:n] = prompt[:n]
+        assert_same(whole(DECODERS[name], tokens=wide, slots=50), together)
+
+
+@every_decoder
+def test_decoder_rows_that_cannot_go_on(name: str) -> None:
+    """NaN, +inf, and nothing left: never a silent id 0; the others go on as if they were alone."""
+    decoder, together = DECODERS[name], whole(DECODERS[name])
+    for place in (1, 2):  # a sampled row, a greedy row
+        for last, reason in ((NAN_ROW, Finish.NAN), (INF_ROW, Finish.NAN), (EMPTY_ROW, Finish.NO_TOKEN)):
+            tokens = TOKENS.copy()
+            tokens[place, LENGTH[place] - 1] = last
+            out = whole(decoder, tokens=tokens)
+            assert out.finish[place] == reason
+            assert out.length[place] == 0
+            assert (np.asarray(out.tokens[place]) == -1).all()
+            assert (np.asarray(out.logprob[place]) == 0).all()
+            assert np.isposinf(np.asarray(out.margin[place])).all()
+            others = np.arange(B) != place
+            assert_same(jax.tree.map(lambda x, keep=others: x[keep], out), together, others)
+
+
+@every_decoder
+def test_decoder_masks_that_leave_nothing(name: str) -> None:
+    """The model knows ids 0 to 6; where only id 8 is allowed a row has nothing left."""
+    only = LogitsTransform(np.array([-1, 8, -1, 8], np.int32), "mask", _only)
+    rules = dataclasses.replace(RULES, transform=chain(only, top_p(np.full(B, 0.9, np.float32))))
+    decoder = DECODERS[name]
+    out = decoder.finish(steps(decoder, N, start(decoder, N, 16, TOKENS, LENGTH, rules, KEYS))[0])
+    assert out.finish.tolist()[1::2] == [Finish.NO_TOKEN] * 2
+    assert out.length.tolist()[1::2] == [0, 0]
+    assert all(n > 0 for n in out.length.tolist()[::2])
+
+
+def _only(params: jax.Array, logits: jax.Array, ctx: Context, state: Any) -> jax.Array:
+    ids = jnp.arange(logits.shape[1])[None]
+    return jnp.where((params[:, None] < 0) | (ids == params[:, None]), logits, -jnp.inf)
+
+
+@every_decoder
+def test_decoder_greedy_rows_take_the_arg_max_of_scores_and_masks(name: str) -> None:
+    out = whole(DECODERS[name])
+    for b in range(B) if name == "greedy" else (2, 3):
+        history = TOKENS[b, : LENGTH[b]].tolist()
+        for t, token in enumerate(out.to_lists()[b]):
+            z = TABLE[history[-1]].astype(np.float64)
+            z[::2] = -np.inf if ROWS_ODD[b] else z[::2]
+            assert token == int(np.argmax(z))
+            top = np.sort(z)[-2:] / ROWS_TAU[b]
+            np.testing.assert_allclose(out.margin[b, t], top[1] - top[0], rtol=1e-5)
+            assert out.processed_logprob[b, t] == 0
+            history.append(token)
+
+
+@every_decoder
+def test_decoder_finished_rows_stay_as_they_are(name: str) -> None:
+    decoder = DECODERS[name]
+    state = steps(decoder, N, start(decoder, N, 16, TOKENS, LENGTH, RULES, KEYS))[0]
+    assert (np.asarray(state.finish) != Finish.RUNNING).all()
+    again, infos = steps(decoder, N, state)
+    assert_same(decoder.finish(again), decoder.finish(state))
+    assert (np.asarray(infos.count) == 0).all()
+    assert (np.asarray(infos.tokens) == -1).all()
+
+
+@every_decoder
+def test_decoder_state_has_the_row_first(name: str) -> None:
+    """Rows may be picked, moved and repeated between any two steps, by ``take_rows`` alone."""
+    decoder, places = DECODERS[name], jnp.array([3, 0, 1, 2])
+    state = start(decoder, N, 16, TOKENS, LENGTH, RULES, KEYS)
+    straight = decoder.finish(steps(decoder, 2, steps(decoder, 2, state)[0])[0])
+    moved = take_rows(steps(decoder, 2, state)[0], places)
+    assert_same(decoder.finish(steps(decoder, 2, moved)[0]), straight, np.asarray(places))
+
+
+@every_decoder
+def test_decoder_infos_are_the_record(name: str) -> None:
+    decoder = DECODERS[name]
+    state, infos = steps(decoder, N, start(decoder, N, 16, TOKENS, LENGTH, RULES, KEYS))
+    out = decoder.finish(state)
+    np.testing.assert_array_equal(np.asarray(infos.tokens)[:, :, 0].T, out.tokens)
+    np.testing.assert_array_equal(np.asarray(infos.count).sum(0), out.length)
+    np.testing.assert_array_equal(np.asarray(infos.logprob)[:, :, 0].T, out.logprob)
+    np.testing.assert_array_equal(np.asarray(infos.margin)[:, :, 0].T, out.margin)
+    np.testing.assert_array_equal(infos.finish[-1], out.finish)
