@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["POISON", "is_concrete", "real", "require", "shorten", "token_ids", "whole"]
+__all__ = ["POISON", "in_range", "is_concrete", "real", "require", "shorten", "token_ids", "whole"]
 
 POISON = -(2**31)  # a count that no caller may pass: marks a traced value that was out of range
 
@@ -35,47 +35,57 @@ def require(ok: bool, what: str, expected: str, got: Any) -> None:
         raise ValueError(f"{what}: expected {expected}, got {shorten(got)}")
 
 
-def _checked(value: Any, ok: Callable[[Any], Any], what: str, expected: str) -> tuple[Any, Any]:
-    """``value`` with at most one axis, and whether each entry is good (concrete ones are, or this raises)."""
-    require(np.ndim(value) <= 1, what, "a number or an array [B]", f"shape {np.shape(value)}")
-    good = ok(value)
-    if is_concrete(value):
-        require(bool(np.all(good)), what, expected, value)
-    return value, good
+def _setting(value: Any, what: str, expected: str) -> np.ndarray:
+    """A concrete setting as a numeric array with at most one axis."""
+    try:
+        array = np.asarray(value)
+    except ValueError:  # ragged
+        array = np.asarray(None)
+    numeric = array.dtype != np.bool_ and np.issubdtype(array.dtype, np.number) and not np.iscomplexobj(array)
+    require(numeric, what, expected, value)
+    require(array.ndim <= 1, what, "a number or an array [B]", f"shape {array.shape}")
+    return array
+
+
+def _traced(value: Any, what: str) -> Any:
+    require(value.ndim <= 1, what, "a number or an array [B]", f"shape {value.shape}")
+    return value
 
 
 def real(value: Any, ok: Callable[[Any], Any], what: str, expected: str) -> Any:
-    """A real setting, scalar or [B], as a float array (float32; float64 arrays keep their width).
+    """A real setting, scalar or [B], as a float array (float32; float64 jax arrays keep their width).
 
-    ``ok(array) -> bool array`` says which entries are in range. Concrete values out of range raise; traced ones become
-    NaN.
+    ``ok(array) -> bool array`` says which entries are in range. Concrete values out of range, as given or as float32,
+    raise; traced ones become NaN.
     """
     if is_concrete(value):
-        array = np.asarray(value)
-        numeric = array.dtype != np.bool_ and np.issubdtype(array.dtype, np.number)
-        require(numeric and not np.iscomplexobj(array), what, expected, value)
-        with np.errstate(over="ignore", under="ignore"):  # out of float32's range: the range check speaks
-            array = array.astype(np.float32) if not isinstance(value, jax.Array) else np.asarray(value, array.dtype)
-        if array.dtype.kind != "f" or array.dtype.itemsize < 4:
-            array = array.astype(np.float32)
-        return _checked(array, ok, what, expected)[0]
-    array = (
-        value if jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize >= 4 else value.astype(jnp.float32)
-    )
-    array, good = _checked(array, ok, what, expected)
-    return jnp.where(good, array, jnp.asarray(jnp.nan, array.dtype))
+        array = _setting(value, what, expected)
+        width = np.float64 if isinstance(value, jax.Array) and array.dtype == np.float64 else np.float32
+        with np.errstate(over="ignore", under="ignore"):  # the range check speaks
+            exact, rounded = array.astype(np.float64), array.astype(width)
+        require(bool(np.all(ok(exact) & ok(rounded))), what, expected, value)
+        return rounded
+    array = _traced(value, what)
+    wide = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize >= 4
+    array = array if wide else array.astype(jnp.float32)
+    return jnp.where(ok(array), array, jnp.asarray(jnp.nan, array.dtype))
 
 
 def whole(value: Any, ok: Callable[[Any], Any], what: str, expected: str) -> Any:
     """A whole-number setting, scalar or [B], as int32; traced values out of range become ``POISON``."""
     if is_concrete(value):
-        array = np.asarray(value)
-        require(np.issubdtype(array.dtype, np.integer), what, expected, value)
-        wide = np.clip(array, -(2**31), 2**31 - 1)
-        return _checked(wide, ok, what, expected)[0].astype(np.int32)
-    require(jnp.issubdtype(value.dtype, jnp.integer), what, expected, value.dtype)
-    array, good = _checked(value.astype(jnp.int32), ok, what, expected)
-    return jnp.where(good, array, jnp.asarray(POISON, jnp.int32))
+        array = _setting(value, what, expected)
+        require(np.issubdtype(array.dtype, np.integer) and bool(np.all(ok(array))), what, expected, value)
+        return np.clip(array, -(2**31), 2**31 - 1).astype(np.int32)
+    array = _traced(value, what)
+    require(jnp.issubdtype(array.dtype, jnp.integer), what, expected, array.dtype)
+    array = array.astype(jnp.int32)
+    return jnp.where(ok(array), array, jnp.asarray(POISON, jnp.int32))
+
+
+def in_range(setting: Any) -> Any:
+    """Which entries of a result of ``real`` or ``whole`` are no poison."""
+    return setting != POISON if jnp.issubdtype(setting.dtype, jnp.integer) else setting == setting
 
 
 def token_ids(ids: np.ndarray, vocab_size: int, what: str) -> None:

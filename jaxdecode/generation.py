@@ -52,7 +52,7 @@ class Settings:
         for name, least in (("num_samples", 1), ("top_logprobs", 0)):
             value = getattr(self, name)
             checks.require(type(value) is int and value >= least, name, f"a whole number >= {least}", value)
-        self._chain(None)
+        self._chain()
         self._limit()
 
     def _limit(self) -> Any:
@@ -63,35 +63,48 @@ class Settings:
         """N, the largest ``max_new_tokens``."""
         return int(np.max(self._limit(), initial=0))
 
-    def _chain(self, extra: LogitsTransform | None) -> tuple[LogitsTransform, Any]:
-        """The chain in the documented order, and which rows are greedy."""
+    def _chain(self, extra: LogitsTransform | None = None) -> tuple[dict[str, LogitsTransform], Any]:
+        """The transforms by name, in the documented order, and which rows are greedy."""
         warm = transforms.temperature(self.temperature)
         xp: Any = np if checks.is_concrete(warm.params) else jnp
         greedy = warm.params == 0
-        parts = [] if extra is None else [extra]
-        parts.append(dataclasses.replace(warm, params=xp.where(greedy, xp.ones_like(warm.params), warm.params)))
-        for value, factory in (
-            (self.top_k, transforms.top_k),
-            (self.top_p, transforms.top_p),
-            (self.min_p, transforms.min_p),
-        ):
+        parts = {} if extra is None else {"transform": transforms.chain(extra)}
+        parts["temperature"] = dataclasses.replace(
+            warm, params=xp.where(greedy, xp.ones_like(warm.params), warm.params)
+        )
+        for name, factory in (("top_k", transforms.top_k), ("top_p", transforms.top_p), ("min_p", transforms.min_p)):
+            value = getattr(self, name)
             if value is not None:
-                parts.append(factory(value))
-        return transforms.chain(*parts), greedy
+                parts[name] = factory(value)
+        return parts, greedy
 
     def rules(self, batch_size: int, vocab_size: int, *, transform: LogitsTransform | None = None) -> Rules:
         """These settings as ``Rules`` for B rows; ``transform`` comes before temperature and filters.
 
         ValueError for an array whose length is not B, or an id outside [0, V).
         """
-        chained, greedy = self._chain(transform)
+        named, greedy = self._chain(transform)
+        rows = {
+            name: jax.tree.map(lambda x, name=name: _rows(x, batch_size, name), part, is_leaf=_shared)
+            for name, part in named.items()
+        }
+        limit, eos = _rows(self._limit(), batch_size, "max_new_tokens"), _eos(self.eos, batch_size, vocab_size)
+        traced = [checks.in_range(p.params) for name, p in rows.items() if name != "transform" and _traced(p.params)]
+        if _traced(eos):
+            traced.append(jnp.all((eos >= -1) & (eos < vocab_size), axis=1))
+        for valid in traced:  # filters are skipped by greedy rows: their poison must show here
+            limit = jnp.where(valid, limit, -1)
         return Rules(
-            transform=jax.tree.map(lambda x: _rows(x, batch_size, "a setting"), chained, is_leaf=_shared),
+            transform=transforms.chain(*rows.values()),
             greedy=_rows(greedy, batch_size, "temperature"),
-            eos=_eos(self.eos, batch_size, vocab_size),
-            limit=_rows(self._limit(), batch_size, "max_new_tokens"),
+            eos=eos,
+            limit=limit,
             stop=_stop(self.stop, batch_size, vocab_size),
         )
+
+
+def _traced(x: Any) -> bool:
+    return not checks.is_concrete(x)
 
 
 def _shared(x: Any) -> bool:
@@ -114,7 +127,11 @@ def _eos(eos: Any, batch_size: int, vocab_size: int) -> Any:
         ok = eos.ndim == 2 and eos.shape[0] == batch_size and jnp.issubdtype(eos.dtype, jnp.integer)
         checks.require(ok, "eos", f"integers [{batch_size}, E]", f"{eos.dtype}{eos.shape}")
         return eos.astype(jnp.int32)
-    array = np.asarray([] if np.size(eos) == 0 else eos)
+    try:
+        array = np.asarray(eos)
+    except ValueError:  # ragged
+        array = np.asarray([None])
+    array = np.zeros((0,), np.int32) if array.size == 0 else array
     checks.require(array.size == 0 or np.issubdtype(array.dtype, np.integer), "eos", "integer ids", eos)
     checks.require(bool(np.all((array >= -1) & (array < vocab_size))), "eos", f"ids in [0, {vocab_size}), or -1", eos)
     array = array.astype(np.int32)
@@ -125,10 +142,16 @@ def _eos(eos: Any, batch_size: int, vocab_size: int) -> Any:
 
 
 def _stop(stop: Any, batch_size: int, vocab_size: int) -> Any:
-    rows = list(stop)
-    flat = all(np.ndim(s) == 1 and not any(np.ndim(t) for t in s) for s in rows)
-    per_row: list[list[Sequence[int]]] = [rows] * batch_size if flat else [list(r) for r in rows]
-    checks.require(len(per_row) == batch_size, "stop", f"sequences, or {batch_size} lists of them", len(per_row))
+    checks.require(checks.is_concrete(stop), "stop", "concrete sequences", "a traced array")
+    expected = f"token sequences, or {batch_size} lists of them"
+    try:
+        rows = [[list(s) for s in [r]] if not any(np.ndim(t) for t in r) else [list(s) for s in r] for r in stop]
+        flat = all(not any(np.ndim(t) for t in r) for r in stop)
+    except TypeError:
+        raise ValueError(f"stop: expected {expected}, got {checks.shorten(stop)}") from None
+    checks.require(not any(isinstance(r, str) for r in stop), "stop", expected, stop)
+    per_row = [[s for r in rows for s in r]] * batch_size if flat else rows
+    checks.require(len(per_row) == batch_size, "stop", expected, len(per_row))
     n = max((len(r) for r in per_row), default=0)
     longest = max((len(s) for r in per_row for s in r), default=0)
     out = np.full((batch_size, n, longest), -1, np.int32)
@@ -153,11 +176,12 @@ def _as_prompt(prompts: Any, lengths: Any, padding: str, vocab_size: int) -> Pro
     """Lists or arrays of ids as a right-padded Prompt; concrete ones are padded up to their length class."""
     checks.require(padding in ("right", "left"), "padding", "'right' or 'left'", padding)
     if isinstance(prompts, (list, tuple)):
-        checks.require(lengths is None and padding == "right", "lengths, padding", "none beside lists of ids", lengths)
-        rows = [np.asarray(p) for p in prompts]
+        given = {k: v for k, v in (("lengths", lengths), ("padding", padding)) if v is not None and v != "right"}
+        checks.require(not given, ", ".join(given), "none beside lists of ids", *given.values() or ("none",))
+        rows = [_ids(p, f"prompts[{i}]") for i, p in enumerate(prompts)]
         checks.require(len(rows) > 0, "prompts", "at least one prompt", "none")
         for i, row in enumerate(rows):
-            checks.require(row.ndim == 1 and row.size > 0, f"prompts[{i}]", "a non-empty list of ids", row.tolist())
+            checks.require(row.size > 0, f"prompts[{i}]", "a non-empty list of ids", row.tolist())
             checks.token_ids(row, vocab_size, f"prompts[{i}]")
         tokens: Any
         lengths = np.array([len(r) for r in rows], np.int32)
@@ -171,6 +195,15 @@ def _as_prompt(prompts: Any, lengths: Any, padding: str, vocab_size: int) -> Pro
         tokens = np.pad(np.asarray(tokens), ((0, 0), (0, extra)))
     cached: Any = np.zeros((tokens.shape[0],), np.int32)
     return Prompt(tokens, lengths, cached)
+
+
+def _ids(prompt: Any, what: str) -> np.ndarray:
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # ragged
+        ids = None
+    checks.require(ids is not None and ids.ndim == 1, what, "a list of ids", prompt)
+    return np.asarray(ids)
 
 
 def _arrays(tokens: Any, lengths: Any, vocab_size: int, padding: str) -> tuple[Any, Any]:
@@ -206,6 +239,7 @@ def _cache_len(model: Model, params: Params, prompt: Prompt, limit: Any, new: in
         jax.eval_shape(lambda p: model.init_cache(p, batch, n), params)
 
     if asked is not None:
+        checks.require(isinstance(asked, int), "cache_len", "a whole number", asked)
         checks.require(asked >= need, "cache_len", f"at least prompt + max_new_tokens = {need}", asked)
         allocate(asked)
         return asked
@@ -278,12 +312,12 @@ def _prepare(
         cold = checks.is_concrete(rules.greedy) and bool(np.all(rules.greedy))
         checks.require(cold, "key", "a jax.random.key, since some row samples (temperature above 0)", "None")
         key = jax.random.key(0)
+    top = settings.top_logprobs
+    checks.require(top <= vocab_size, "top_logprobs", f"in [0, {vocab_size}]", top)
     if decoder is None:
         decoder = sample(model, top_logprobs=settings.top_logprobs)
     else:
-        checks.require(
-            settings.top_logprobs == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", settings
-        )
+        checks.require(top == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", top)
     cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)
     keys = keys_.row_keys(key, batch, row_ids)
     return _Plan(decoder, model, settings.size, settings.num_samples, cache_len), params, keys, prompt, rules

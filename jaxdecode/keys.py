@@ -39,10 +39,13 @@ def check_key(key: jax.Array) -> jax.Array:
     Raises ValueError for other generators: under ``vmap`` "rbg" keys draw one block for the whole batch, so a row's
     numbers would depend on its neighbours (documented in ``jax.random``).
     """
-    array = jnp.asarray(key)
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise ValueError(f"key: expected a jax.random.key, or an array of them, got {_kind(key)}")
+    array = key
     if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         if array.dtype != jnp.uint32 or array.ndim < 1 or array.shape[-1] != 2:
             raise ValueError(f"key: expected a jax.random.key, or an array of them, got {array.dtype}{array.shape}")
+        array = jnp.asarray(array)
         return jax.random.wrap_key_data(array, impl="threefry2x32")
     impl = str(jax.random.key_impl(array))
     if "threefry" not in impl and "fry" not in impl:
@@ -51,6 +54,10 @@ def check_key(key: jax.Array) -> jax.Array:
             "use jax.random.key(seed, impl='threefry2x32')"
         )
     return array
+
+
+def _kind(key: object) -> str:
+    return f"{type(key).__name__} {checks.shorten(key)}"
 
 
 def row_keys(key: jax.Array, batch_size: int, row_ids: Sequence[int | str] | jax.Array | None = None) -> jax.Array:
@@ -70,7 +77,9 @@ def row_keys(key: jax.Array, batch_size: int, row_ids: Sequence[int | str] | jax
         raise ValueError(f"key: expected one key or an array [B] of them, got shape {key.shape}")
     if row_ids is None:
         return _fold_all(key, np.arange(batch_size, dtype=np.uint32))
-    if len(row_ids) != batch_size:
+    count = np.shape(row_ids)
+    if count != (batch_size,):
+        checks.require(len(count) == 1, "row_ids", f"{batch_size} ids", row_ids)
         raise ValueError(f"row_ids: expected {batch_size}, got {len(row_ids)}")
     if isinstance(row_ids, jax.core.Tracer):
         return _fold_all(key, row_ids)

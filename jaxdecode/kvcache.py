@@ -118,14 +118,14 @@ def create(
 class Plan(NamedTuple):
     """Where one call's S tokens go: computed once, used by every layer.
 
-    position[B,S] of each token in its row, start[B] the first slot and count[B] how many tokens are written,
+    position[B,S] of each token in its row, start[B] the first slot and written[B] how many tokens go there,
     visible[B,S] tail slots each token sees, length[B] afterwards; bucket, and one of shared_buckets for every shared
     level: the index of the size that attention reads.
     """
 
     position: jax.Array
     start: jax.Array
-    count: jax.Array
+    written: jax.Array
     visible: jax.Array
     length: jax.Array
     bucket: jax.Array
@@ -156,7 +156,7 @@ def plan(cache: KVCache, size: int, lengths: jax.Array | None = None) -> Plan:
     return Plan(
         position=(cache.total[:, None] + steps),
         start=cache.length,
-        count=after - cache.length,
+        written=after - cache.length,
         visible=jnp.minimum(place + 1, after[:, None]),
         length=after,
         bucket=_bucket(capacity, after),
@@ -178,10 +178,10 @@ def write(layer: Layer, k: jax.Array, v: jax.Array, plan: Plan) -> Layer:
     def row(b: jax.Array, layer: Layer) -> Layer:
         start = jnp.clip(plan.start[b], 0, capacity - width)
         source = start + jnp.arange(width, dtype=jnp.int32) - plan.start[b]
-        fresh = (source >= 0) & (source < plan.count[b])
+        fresh = (source >= 0) & (source < plan.written[b])
 
         def put(buffer: jax.Array, tokens: jax.Array, axis: int) -> jax.Array:
-            at = [b, *(start if i == axis else 0 for i in (1, 2, 3))]
+            at = [jnp.asarray(b, jnp.int32), *(start if i == axis else np.int32(0) for i in (1, 2, 3))]
             shape = [1, *(width if i == axis else buffer.shape[i] for i in (1, 2, 3))]
             tokens = lax.dynamic_slice_in_dim(tokens, b, 1)
             if width > 1 or size > 1:

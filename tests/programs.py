@@ -37,8 +37,8 @@ def _inner(eqn: Any) -> list[core.Jaxpr]:
     ]
 
 
-def loop_instructions(hlo: str) -> list[str]:
-    """Every instruction of the while bodies and of the computations they call, fused ones included."""
+def _computations(hlo: str) -> dict[str, list[str]]:
+    """The instructions of every computation of a compiled program, by name."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
     for line in hlo.splitlines():
@@ -46,43 +46,45 @@ def loop_instructions(hlo: str) -> list[str]:
             current = found.setdefault(head[1], [])
         elif " = " in line:
             current.append(line.split(", metadata=")[0])
+    return found
+
+
+CALLS = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+
+
+def loop_instructions(hlo: str) -> list[str]:
+    """Every instruction of the while bodies and of the computations they call, fused ones included."""
+    found, seen = _computations(hlo), set()
     todo = re.findall(r"body=%?([\w.\-]+)", hlo)
     assert todo, "expected a loop"
-    seen: set[str] = set()
     while todo:
         name = todo.pop()
         if name in found and name not in seen:
             seen.add(name)
-            lists = re.findall(
-                r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)", " ".join(found[name])
-            )
-            todo += [callee for part in lists for callee in re.findall(r"[\w.\-]+", part)]
+            todo += [x for part in CALLS.findall(" ".join(found[name])) for x in re.findall(r"[\w.\-]+", part)]
     return [line for name in sorted(seen) for line in found[name]]
 
 
 # What may yield an array as large as the whole cache of one layer inside the loop: passing it on, or writing in place.
-PASSES_ON = {
-    "parameter",
-    "get-tuple-element",
-    "tuple",
-    "while",
-    "conditional",
-    "bitcast",
-    "scatter",
-    "dynamic-update-slice",
-}
+WRITES = {"scatter", "dynamic-update-slice"}
+PASSES_ON = WRITES | {"parameter", "get-tuple-element", "tuple", "while", "conditional", "bitcast"}
 
 
 def large_instructions(hlo: str, numbers: int) -> list[str]:
-    """Instructions of the loop whose result has at least ``numbers`` elements and that compute or copy it."""
-    out = []
+    """Instructions of the loop whose result has at least ``numbers`` elements and that compute or copy it.
+
+    A fusion counts as what its root does. Whether a write is in place shows in the memory the program asks for.
+    """
+    found, out = _computations(hlo), []
     for line in loop_instructions(hlo):
         parts = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = \w+\[([\d,]*)\]\S* ([\w\-]+)\(", line)
-        if parts and math.prod(int(x) for x in parts[1].split(",") if x) >= numbers and parts[2] not in PASSES_ON:
-            in_place = parts[2] == "fusion" and re.search(
-                r"calls=%?\S*(scatter|dynamic-update-slice|dynamic_update_slice)", line
-            )
-            out += [] if in_place else [line]
+        if not parts or math.prod(int(x) for x in parts[1].split(",") if x) < numbers:
+            continue
+        kind = parts[2]
+        if kind == "fusion" and (called := re.search(r"calls=%?([\w.\-]+)", line)):
+            root = next(x for x in found[called[1]] if x.lstrip().startswith("ROOT"))
+            kind = next((w for w in WRITES if f" {w}(" in root), kind)
+        out += [] if kind in PASSES_ON else [line]
     return out
 
 

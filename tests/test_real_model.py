@@ -84,13 +84,11 @@ def test_goldens_in_another_place_padded_on_the_left_with_the_end_id(loaded: jd.
     check(decode(loaded, loaded.params, **padded(order, 2, "left")), [GOLDENS[i] for i in order])
 
 
-def test_goldens_with_a_larger_allocation(loaded: jd.Loaded) -> None:
-    check(decode(loaded, loaded.params, PROMPTS, cache_len=200), GOLDENS)
-
-
-def test_goldens_alone(loaded: jd.Loaded) -> None:
+def test_goldens_alone_in_a_larger_allocation(loaded: jd.Loaded) -> None:
+    """Half as many tokens, to save time: one row costs nearly as much as eight."""
     for i, golden in enumerate(GOLDENS):
-        check(decode(loaded, loaded.params, **padded([i], 0, "right")), [golden])
+        half = {**golden, "output_ids": golden["output_ids"][: NEW // 2], "logprobs": golden["logprobs"][: NEW // 2]}
+        check(decode(loaded, loaded.params, n=NEW // 2, cache_len=200, **padded([i], 0, "right")), [half])
 
 
 @functools.partial(jax.jit, static_argnums=0)

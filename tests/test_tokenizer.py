@@ -20,7 +20,8 @@ from jaxdecode.checkpoint.gguf_file import read_gguf
 from jaxdecode.text import Tokenizer
 from jaxdecode.text.backend import Vocabulary, byte_alphabet, open_tokenizer
 from jaxdecode.text.bytes_tokenizer import bytes_tokenizer
-from jaxdecode.text.gguf_vocab import PRE_TOKENIZERS, gguf_vocabulary
+from jaxdecode.text.gguf_vocab import gguf_vocabulary
+from jaxdecode.text.pre_tokenizers import PRE_TOKENIZERS
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOKENS = json.loads((GOLDENS / "smollm2_tokens.json").read_text("utf-8"))

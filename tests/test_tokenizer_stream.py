@@ -72,6 +72,22 @@ def test_pieces_of_any_ids_join_to_their_text(which: int, data: st.DataObject, s
     assert joined == tokenizer.decode(ids, skip, continuation=continuation)
 
 
+def test_every_split_of_2000_random_texts() -> None:
+    rng = random.Random(3)
+    for n in range(2000):
+        tokenizer = tokenizer_of(1 + n % 3)
+        text = "".join(rng.choices("ab é日👩\u0301", k=rng.randrange(1, 5)))
+        ids = tokenizer.encode(text, special=False, bos=False)[:6]
+        whole = tokenizer.decode(ids)
+        for count in range(len(ids)):
+            for cuts in itertools.combinations(range(1, len(ids)), count):
+                decoder, joined = StreamDecoder(tokenizer), ""
+                for a, b in itertools.pairwise([0, *cuts, len(ids)]):
+                    joined += decoder.push(ids[a:b])
+                    assert text.startswith(joined), (text, cuts)  # never half a character
+                assert joined + decoder.flush() == whole, (text, cuts)
+
+
 @pytest.mark.parametrize("which", range(len(MAKERS)))
 @pytest.mark.parametrize("text", SAMPLES)
 def test_samples_token_by_token(which: int, text: str) -> None:

@@ -118,6 +118,17 @@ def test_S5_1_top_k_is_the_first_k(z: np.ndarray, k: np.ndarray) -> None:
     np.testing.assert_array_equal(kept(by_k, z, k), first(z, np.where(k == 0, V, k)))
 
 
+WIDE = st.floats(width=32, allow_nan=False, allow_subnormal=False, max_value=float(np.finfo(np.float32).max))
+
+
+@given(z=arrays(np.float32, (ROWS, V), elements=WIDE), k=arrays(np.int32, ROWS, elements=st.integers(1, V)), rho=RHOS)
+@EXAMPLES
+def test_S5_1_over_the_whole_range_of_floats(z: np.ndarray, k: np.ndarray, rho: np.ndarray) -> None:
+    z = some_unmasked(z)
+    np.testing.assert_array_equal(kept(by_k, z, k), first(z, k))
+    check_promise(z, rho, kept(by_p, z, rho))
+
+
 def test_S5_1_order_is_that_of_logits_not_of_rounded_probabilities() -> None:
     z = np.array([[-1e-9, 0], [0, -1e-9], [-0.0, 0.0], [0.0, -0.0]], np.float32)
     np.testing.assert_array_equal(jax.nn.softmax(jnp.asarray(z)), np.full((4, 2), 0.5, np.float32))

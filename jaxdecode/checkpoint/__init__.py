@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,10 @@ from jaxdecode.base import Model, Params
 from jaxdecode.checkpoint import converted
 from jaxdecode.checkpoint.catalogue import CATALOGUE, TOY
 from jaxdecode.checkpoint.converted import Copy, Progress
+from jaxdecode.checkpoint.generation_config import settings_of
+from jaxdecode.checkpoint.saving import save
+from jaxdecode.checkpoint.source import Checkpoint
+from jaxdecode.checks import require
 from jaxdecode.models.toy import ToyConfig
 from jaxdecode.models.transformer import TransformerConfig
 from jaxdecode.text.tokenizer import Tokenizer
@@ -23,33 +30,45 @@ from jaxdecode.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jaxdecode.generation import Settings
 
-__all__ = ["CATALOGUE", "Loaded", "load"]
+__all__ = ["CATALOGUE", "Loaded", "load", "save"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that is ready: ``generate(model, params, [tokenizer.encode(text)], settings=loaded.settings())``."""
+    """A checkpoint that is ready: ``generate(model, params, [tokenizer.encode(text)], settings=loaded.settings())``.
+
+    generation: what its generation_config.json says of the law of the next token, by that file's names.
+    """
 
     model: Model
     params: Params
     tokenizer: Tokenizer
     config: TransformerConfig | ToyConfig
+    generation: Mapping[str, Any] = MappingProxyType({})
 
-    def settings(self, **overrides: Any) -> Settings:
-        """``Settings(**overrides)`` that ends at the file's end ids, unless ``eos`` says otherwise."""
+    def settings(self, *, defaults: Literal["library", "model"] = "library", **overrides: Any) -> Settings:
+        """``Settings(**overrides)`` that ends at the file's end ids, unless ``eos`` says otherwise.
+
+        defaults: what holds for all else: the defaults of ``Settings``, or what the model's authors recommend
+        (``generation``; greedy if that does not say ``do_sample``). ValueError: a recommendation without a setting.
+        """
         from jaxdecode.generation import Settings
 
-        return Settings(**{"eos": self.tokenizer.eos_ids, **overrides})
+        require(defaults in ("library", "model"), "defaults", "'library' or 'model'", defaults)
+        known = frozenset(field.name for field in dataclasses.fields(Settings))
+        recommended = settings_of(self.generation, known) if defaults == "model" else {}
+        return Settings(**{"eos": self.tokenizer.eos_ids, **recommended, **overrides})
 
 
 def load(source: str | os.PathLike[str], *, dtype: DTypeLike = "float32", progress: Progress | None = None) -> Loaded:
-    """Load a model by its catalogue name, or from a ``.gguf`` file of the llama family.
+    """Load a model: a catalogue name, a ``.gguf`` file, a Hugging Face directory, or a hub id "owner/name".
 
     dtype: of all params: float32, bfloat16 or float16. The first load of a file converts it into the user's cache
-    (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. ValueError:
-    unknown source or dtype, damaged or unsupported file; FileNotFoundError: no such file, or a catalogue model that is
-    not installed; ImportError: a package that is missing.
+    (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. What ``save``
+    wrote is mapped as it is. Catalogue models and hub ids are downloaded if they are not here, unless
+    JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source or dtype, damaged or unsupported file;
+    FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is missing.
 
     >>> loaded = load("toy")
     >>> loaded.tokenizer.decode(loaded.tokenizer.encode("words"))
@@ -58,7 +77,8 @@ def load(source: str | os.PathLike[str], *, dtype: DTypeLike = "float32", progre
     kind = _dtype(dtype)
     if source == TOY:
         return _toy(kind)
-    return _transformer(_gguf_path(source), kind, progress or (lambda text, fraction: None))
+    progress = progress or (lambda text, fraction: None)
+    return _transformer(_find(source, progress), kind, progress)
 
 
 def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
@@ -71,34 +91,59 @@ def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
     return kind
 
 
-def _gguf_path(source: str | os.PathLike[str]) -> Path:
+class _Source(NamedTuple):
+    """A checkpoint on disk: where, the files whose change changes it, and how to read it."""
+
+    path: Path
+    files: Sequence[Path]
+    read: Callable[[Path], Checkpoint]
+
+
+def _find(source: str | os.PathLike[str], progress: Progress) -> _Source:
+    from jaxdecode.checkpoint.gguf_llama import part_paths, read_llama_gguf
+
     if isinstance(source, str) and source in CATALOGUE:
-        return CATALOGUE[source].path()
+        path = CATALOGUE[source].fetch(progress)
+        return _Source(path, [path], read_llama_gguf)
     path = Path(source).expanduser()
-    if path.suffix.lower() != ".gguf":
-        names = ", ".join([*CATALOGUE, TOY])
-        raise ValueError(f"model: expected a catalogue name ({names}) or the path of a .gguf file, got {source!r}")
-    if not path.is_file():
-        got = "a folder" if path.is_dir() else "nothing there"
-        raise FileNotFoundError(f"{path}: expected a .gguf file, got {got}")
-    return path
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            got = "a folder" if path.is_dir() else "nothing there"
+            raise FileNotFoundError(f"{path}: expected a .gguf file, got {got}")
+        return _Source(path, [part for part in part_paths(path) if part.is_file()], read_llama_gguf)
+    if path.is_dir():
+        return _directory(path)
+    if isinstance(source, str):
+        from jaxdecode.checkpoint.hub import hub_folder, is_hub_id
+
+        if is_hub_id(source):
+            return _directory(hub_folder(source, progress))
+    names = ", ".join([*CATALOGUE, TOY])
+    expected = f"a catalogue name ({names}), a .gguf file, a folder with a config.json, or a hub id (owner/name)"
+    raise ValueError(f"model: expected {expected}, got {str(source)!r}")
 
 
-def _transformer(path: Path, dtype: np.dtype[Any], progress: Progress) -> Loaded:
+def _directory(folder: Path) -> _Source:
+    from jaxdecode.checkpoint.hf_llama import read_llama_directory, source_files
+
+    return _Source(folder, source_files(folder), read_llama_directory)
+
+
+def _transformer(source: _Source, dtype: np.dtype[Any], progress: Progress) -> Loaded:
     from jaxdecode.models.transformer import transformer
 
-    copy = _copy(path, dtype, progress)
-    return Loaded(transformer(copy.config), copy.params, copy.tokenizer, copy.config)
+    copy = _copy(source, dtype, progress)
+    return Loaded(transformer(copy.config), copy.params, copy.tokenizer, copy.config, copy.generation)
 
 
-def _copy(path: Path, dtype: np.dtype[Any], progress: Progress) -> Copy:
+def _copy(source: _Source, dtype: np.dtype[Any], progress: Progress) -> Copy:
     """The converted copy, made first if it is not there; in memory alone if the cache cannot be written."""
-    from jaxdecode.checkpoint.gguf_llama import read_llama_gguf
-
-    folder = converted.copy_folder(path, dtype)
+    folder = converted.copy_folder(source.path, source.files, dtype)
     if (copy := converted.read_copy(folder)) is not None:
         return copy
-    checkpoint = read_llama_gguf(path)
+    checkpoint = source.read(source.path)
+    if (copy := converted.mapped(checkpoint, dtype)) is not None:
+        return copy
     try:
         converted.write_copy(folder, checkpoint, dtype, progress)
         if (copy := converted.read_copy(folder)) is not None:

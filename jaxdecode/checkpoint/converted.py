@@ -1,9 +1,10 @@
-"""Converted copies: a checkpoint dequantized once, kept where loading it again costs nothing.
+"""Converted copies: a checkpoint in our layout and a dtype, made once, kept where loading it again costs nothing.
 
 A copy is a folder in the user's cache: ``model.safetensors`` (aligned, so that jax uses the memory map itself),
 ``config.json`` and ``tokenizer.json``. It is made under a temporary name, flushed, and renamed when complete: a kill
-leaves nothing half written under the real name. The name holds the source's path, size and modification time, the
-dtype and the version of this module's layout, so a copy is never stale.
+leaves nothing half written under the real name. The name holds the source's path, the size and modification time of
+each of its files, the dtype and the version of this module's layout, so a copy is never stale. A checkpoint that lies
+on disk like a copy already needs none: its own files are mapped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +30,20 @@ from jaxdecode.models.transformer import RopeScaling, TransformerConfig
 from jaxdecode.text.backend import Vocabulary, open_tokenizer
 from jaxdecode.text.tokenizer import Tokenizer
 
-__all__ = ["Copy", "Progress", "cache_folder", "copy_folder", "in_memory", "read_copy", "write_copy"]
+__all__ = [
+    "Copy",
+    "Progress",
+    "cache_folder",
+    "copy_folder",
+    "in_memory",
+    "mapped",
+    "read_copy",
+    "sync_folder",
+    "write_copy",
+    "write_text",
+]
 
-_VERSION = 1  # of the layout of a copy and of the conversion: raised whenever either changes
+_VERSION = 2  # of the layout of a copy and of the conversion: raised whenever either changes
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 _UNFINISHED = ".unfinished-"
 _ABANDONED_SECONDS = 3600
@@ -40,11 +52,12 @@ Progress = Callable[[str, float], None]
 
 
 class Copy(NamedTuple):
-    """What loading needs: config, tokenizer, and params on jax's default device."""
+    """What loading needs: config, tokenizer, params on jax's default device, and a ``generation_config.json``'s law."""
 
     config: TransformerConfig
     tokenizer: Tokenizer
     params: Params
+    generation: Mapping[str, Any]
 
 
 def cache_folder() -> Path:
@@ -53,20 +66,21 @@ def cache_folder() -> Path:
     return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "jaxdecode"
 
 
-def copy_folder(source: Path, dtype: np.dtype[Any]) -> Path:
-    """The folder of the copy of ``source`` as it is now. OSError if the source cannot be read."""
-    real = source.resolve(strict=True)
-    stat = real.stat()
-    place = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
-    state = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {_VERSION}".encode()).hexdigest()[:12]
-    return cache_folder() / "checkpoints" / f"{place}-{dtype.name}-{state}"
+def copy_folder(source: Path, files: Sequence[Path], dtype: np.dtype[Any]) -> Path:
+    """The folder of the copy of ``source``, made of ``files``, as they are now. OSError if one cannot be read."""
+    place = hashlib.sha256(os.fsencode(source.resolve(strict=True))).hexdigest()[:12]
+    state = hashlib.sha256(str(_VERSION).encode())
+    for file in files:
+        stat = file.stat()
+        state.update(os.fsencode(file.name) + f" {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return cache_folder() / "checkpoints" / f"{place}-{dtype.name}-{state.hexdigest()[:12]}"
 
 
 def read_copy(folder: Path) -> Copy | None:
     """The copy in ``folder``, its params being the memory map itself on a CPU; None if there is none that is sound."""
     try:
         described = json.loads((folder / _CONFIG).read_text("utf-8"))
-        config = _config(described["config"])
+        config, generation = _config(described["config"]), dict(described["generation"])
         text = described["vocabulary"]
         text["eos_ids"] = tuple(text["eos_ids"])
         vocabulary = Vocabulary(json=(folder / _TOKENIZER).read_text("utf-8"), **text)
@@ -76,7 +90,18 @@ def read_copy(folder: Path) -> Copy | None:
         return None
     if {name: array.shape for name, array in arrays.items()} != named_shapes(config):
         return None
-    return Copy(config, tokenizer, params_from_names(config, {k: jax.device_put(v) for k, v in arrays.items()}))
+    params = params_from_names(config, {k: jax.device_put(v) for k, v in arrays.items()})
+    return Copy(config, tokenizer, params, generation)
+
+
+def mapped(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> Copy | None:
+    """The checkpoint over its own mapped files, if all of it lies there in our layout and in ``dtype``."""
+    arrays = {}
+    for param in checkpoint.params:
+        if param.mapped is None or param.mapped.dtype != dtype:
+            return None
+        arrays[param.name] = param.mapped
+    return _copy(checkpoint, {name: jax.device_put(array) for name, array in arrays.items()})
 
 
 def write_copy(folder: Path, checkpoint: Checkpoint, dtype: np.dtype[Any], progress: Progress) -> None:
@@ -89,12 +114,13 @@ def write_copy(folder: Path, checkpoint: Checkpoint, dtype: np.dtype[Any], progr
         entries = _entries(checkpoint, dtype)
         write_safetensors(made / _WEIGHTS, entries, written=_reporter(entries, progress))
         text = checkpoint.vocabulary._asdict()
-        _write_text(made / _TOKENIZER, text.pop("json"))
+        write_text(made / _TOKENIZER, text.pop("json"))
         config = dataclasses.asdict(checkpoint.config)
-        _write_text(made / _CONFIG, json.dumps({"config": config, "vocabulary": text}, indent=1))
-        _sync_folder(made)
+        described = {"config": config, "vocabulary": text, "generation": dict(checkpoint.generation)}
+        write_text(made / _CONFIG, json.dumps(described, indent=1))
+        sync_folder(made)
         _put_in_place(made, folder)
-        _sync_folder(root)
+        sync_folder(root)
     finally:
         shutil.rmtree(made, ignore_errors=True)
     place_and_dtype = folder.name.rpartition("-")[0]
@@ -118,8 +144,13 @@ def in_memory(checkpoint: Checkpoint, dtype: np.dtype[Any], progress: Progress) 
             report(done + at * dtype.itemsize)
         done += entry.nbytes
         arrays[entry.name] = jax.device_put(flat.reshape(entry.shape))
+    return _copy(checkpoint, arrays)
+
+
+def _copy(checkpoint: Checkpoint, arrays: Mapping[str, jax.Array]) -> Copy:
     tokenizer = open_tokenizer(checkpoint.vocabulary, checkpoint.where)
-    return Copy(checkpoint.config, tokenizer, params_from_names(checkpoint.config, arrays))
+    params = params_from_names(checkpoint.config, arrays)
+    return Copy(checkpoint.config, tokenizer, params, checkpoint.generation)
 
 
 def _config(fields: dict[str, Any]) -> TransformerConfig:
@@ -132,7 +163,7 @@ def _config(fields: dict[str, Any]) -> TransformerConfig:
 
 
 def _entries(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> list[Entry]:
-    return [Entry(name, dtype, shape, blocks, checkpoint.where) for name, shape, blocks in checkpoint.params]
+    return [Entry(p.name, dtype, p.shape, p.blocks, checkpoint.where) for p in checkpoint.params]
 
 
 def _reporter(entries: list[Entry], progress: Progress) -> Callable[[int], None]:
@@ -166,14 +197,16 @@ def _remove_abandoned(root: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file, and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,32 +6,42 @@ positions (feature 2i turns with 2i+1); ours follow the rotate-half convention (
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxdecode.checkpoint.fields import Fields
 from jaxdecode.checkpoint.gguf_file import GgufFile, GgufTensor, dequantized_rows, read_gguf
-from jaxdecode.checkpoint.source import Checkpoint, Param, named_shapes
+from jaxdecode.checkpoint.source import Checkpoint, Names, Param, named_shapes
 from jaxdecode.checks import require
-from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.models.transformer import RopeScaling, TransformerConfig, frequencies
 from jaxdecode.text.gguf_vocab import gguf_vocabulary
 
-__all__ = ["read_llama_gguf"]
+__all__ = ["part_paths", "read_llama_gguf"]
 
-# Our name -> the file's tensors, whose rows stand below each other.
-_GLOBAL = {"embed": ("token_embd.weight",), "norm": ("output_norm.weight",), "head": ("output.weight",)}
-_LAYER = {
-    "attn_norm": ("attn_norm.weight",),
-    "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
-    "out": ("attn_output.weight",),
-    "mlp_norm": ("ffn_norm.weight",),
-    "gate_up": ("ffn_gate.weight", "ffn_up.weight"),
-    "down": ("ffn_down.weight",),
-}
+_NAMES = Names(
+    whole={"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"},
+    layer="blk.{}.",
+    parts={
+        "attn_norm": ("attn_norm.weight",),
+        "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+        "out": ("attn_output.weight",),
+        "mlp_norm": ("ffn_norm.weight",),
+        "gate_up": ("ffn_gate.weight", "ffn_up.weight"),
+        "down": ("ffn_down.weight",),
+    },
+)
 _ROPE_FREQS = "rope_freqs.weight"
+_LLAMA_3_1 = (
+    1.0,
+    4.0,
+    8192,
+)  # low_freq_factor, high_freq_factor, original context of every published model of its kind
 
 # Fields under "llama." that are used below, or say nothing that changes the model. Any other one is refused.
 _KNOWN = {
@@ -53,10 +63,29 @@ _KNOWN = {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
+    "rope.scaling.attn_factor",
+    "attention.scale",
     "expert_count",
     "expert_used_count",
     "tensor_data_layout",
 }
+_BY_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # one number, or one a layer
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The files of a checkpoint that is split over several, by its first one's name; else just ``path``.
+
+    ValueError for another part than the first.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    first = path.with_name(f"{match['stem']}-00001-of-{match['count']}.gguf")
+    require(match["number"] == "00001", str(path), f"the first part, {first.name}", path.name)
+    return [
+        path.with_name(f"{match['stem']}-{i:05d}-of-{match['count']}.gguf") for i in range(1, int(match["count"]) + 1)
+    ]
 
 
 def read_llama_gguf(path: Path) -> Checkpoint:
@@ -69,58 +98,57 @@ def read_llama_gguf(path: Path) -> Checkpoint:
         import gguf  # noqa: F401 - asked for here, so that its absence is told before anything else
     except ImportError as error:
         raise ImportError(".gguf files need the gguf package: pip install 'jaxdecode[text]'") from error
-    file = read_gguf(path)
+    file, owners = _parts(path)
     architecture = file.fields.get("general.architecture")
     require(architecture == "llama", f"{path}: general.architecture", "'llama'", repr(architecture))
-    config = _config(file)
+    config = _config(file, owners)
     vocabulary = gguf_vocabulary(file.fields, str(path))
     require(vocabulary.size == config.vocab_size, f"{path}: tokens", f"{config.vocab_size} of them", vocabulary.size)
-    return Checkpoint(str(path), config, vocabulary, _params(file, config))
+    return Checkpoint(str(path), config, vocabulary, _params(owners, config, path))
 
 
-class _Fields:
-    """Typed access to ``llama.*``."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.file.fields.get(f"llama.{key}", default)
-        good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        require(good, f"{self.file.path}: llama.{key}", f"a value of type {kind.__name__}", value)
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, int, default)
-        require(1 <= value < 2**31, f"{self.file.path}: llama.{key}", "a positive 32-bit number", value)
-        return int(value)
-
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, float, default)
-        require(0 < value < np.inf, f"{self.file.path}: llama.{key}", "a positive number", value)
-        return float(value)
-
-    def only(self, key: str, got: Any, *supported: Any) -> None:
-        expected = " or ".join(map(repr, supported))
-        require(got in supported, f"{self.file.path}: llama.{key}", f"{expected} (others are not supported)", repr(got))
+_Owners = dict[str, GgufFile]  # tensor name -> the file that has it
 
 
-def _config(file: GgufFile) -> TransformerConfig:
-    read = _Fields(file)
-    for key in file.fields:
-        known = not key.startswith("llama.") or key.removeprefix("llama.") in _KNOWN
-        require(known, f"{file.path}: {key}", "only fields that are supported", repr(file.fields[key]))
+def _parts(path: Path) -> tuple[GgufFile, _Owners]:
+    """The first file, and all tensors of all parts."""
+    first = read_gguf(path)
+    count = first.fields.get("split.count", 0)
+    paths = part_paths(path) if count else [path]
+    require(count in (0, len(paths)), f"{path}: split.count", f"{len(paths)} parts, by the file's name", count)
+    owners: _Owners = {}
+    for i, part in enumerate(paths):
+        if not part.is_file():
+            raise FileNotFoundError(f"{part}: expected part {i + 1} of {count}, got nothing there")
+        file = read_gguf(part) if i else first
+        numbered = not count or (file.fields.get("split.no"), file.fields.get("split.count")) == (i, count)
+        require(numbered, f"{part}: split.no", f"part {i} of {count}", file.fields.get("split.no"))
+        again = sorted(owners.keys() & file.tensors.keys())
+        require(not again, f"{part}: tensors", "each tensor once", again)
+        owners |= dict.fromkeys(file.tensors, file)
+    return first, owners
+
+
+def _config(file: GgufFile, owners: _Owners) -> TransformerConfig:
+    prefix = "llama."
+    values = {k.removeprefix(prefix): v for k, v in file.fields.items() if k.startswith(prefix)}
+    for key in _BY_LAYER:
+        if isinstance(values.get(key), np.ndarray) and len(set(values[key].tolist())) == 1:
+            values[key] = int(values[key][0])
+    read = Fields(values, f"{file.path}: {prefix}")
+    for key, value in values.items():
+        require(key in _KNOWN, read.name(key), "only fields that are supported", repr(value))
     d_model, n_heads = read.size("embedding_length"), read.size("attention.head_count")
-    head_dim = read.size("attention.key_length", max(1, d_model // n_heads))
+    head_dim = read.size("attention.key_length", max(1, d_model // n_heads), most=1 << 16)
     read.only("attention.value_length", read.size("attention.value_length", head_dim), head_dim)
+    read.only("attention.scale", read.get("attention.scale", float, 0.0), 0.0)
+    read.only("attention.causal", read.get("attention.causal", bool, True), True)
     read.only("rope.dimension_count", read.size("rope.dimension_count", head_dim), head_dim)
     read.only("expert_count", read.get("expert_count", int, 0), 0)
-    read.only("attention.causal", read.get("attention.causal", bool, True), True)
-    embed = _tensor(file, "token_embd.weight", 2)
     n_layers = read.size("block_count")
-    require(n_layers <= len(file.tensors), f"{file.path}: llama.block_count", "layers that are in the file", n_layers)
+    require(n_layers <= len(owners), read.name("block_count"), "layers that are in the file", n_layers)
     fields: dict[str, Any] = {
-        "vocab_size": read.size("vocab_size", embed.shape[0]),
+        "vocab_size": read.size("vocab_size", _tensor(owners, "token_embd.weight", 2, file.path).shape[0]),
         "d_model": d_model,
         "n_layers": n_layers,
         "n_heads": n_heads,
@@ -130,70 +158,71 @@ def _config(file: GgufFile) -> TransformerConfig:
         "context_length": read.size("context_length"),
         "norm_eps": read.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": read.real("rope.freq_base", 10000.0),
-        "rope_freqs": _rope_freqs(read, head_dim),
-        "tied": "output.weight" not in file.tensors,
+        "tied": "output.weight" not in owners,
     }
     try:
-        return TransformerConfig(**fields)
-    except ValueError as error:  # numbers that do not fit each other
-        raise ValueError(f"{file.path}: {error}") from None
+        return _with_rope_scaling(TransformerConfig(**fields), read, owners, file.path)
+    except ValueError as error:
+        if str(error).startswith(str(file.path)):
+            raise
+        raise ValueError(f"{file.path}: {error}") from None  # numbers that do not fit each other
 
 
-def _rope_freqs(read: _Fields, head_dim: int) -> tuple[float, ...] | None:
-    """Divisors of the rotary frequencies: from a tensor (Llama 3.1), or one for all (linear scaling)."""
-    file = read.file
-    kind = read.get("rope.scaling.type", str, "none")
+def _with_rope_scaling(config: TransformerConfig, read: Fields, owners: _Owners, path: Path) -> TransformerConfig:
+    """The config with the divisors of the rotary frequencies: from a tensor (Llama 3.1), or one for all (linear)."""
+    kind = read.get("rope.scaling.type", str, "linear")  # what a file means that gives a factor alone
     read.only("rope.scaling.type", kind, "none", "linear")
-    old = read.real("rope.scale_linear", 1.0)
-    factor = read.real("rope.scaling.factor", old) if kind == "linear" else old
-    if _ROPE_FREQS not in file.tensors:
-        return None if factor == 1.0 else (factor,) * (head_dim // 2)
-    require(factor == 1.0, f"{file.path}: {_ROPE_FREQS}", "no other rope scaling beside it", factor)
-    tensor = _tensor(file, _ROPE_FREQS, 1)
-    require(tensor.shape == (head_dim // 2,), f"{file.path}: {_ROPE_FREQS}", f"shape ({head_dim // 2},)", tensor.shape)
-    values = np.concatenate([block.reshape(-1) for block in dequantized_rows(file, tensor)])
+    read.only("rope.scaling.attn_factor", read.get("rope.scaling.attn_factor", float, 1.0), 1.0)
+    old = read.get("rope.scale_linear", float, 0.0)
+    factor = read.get("rope.scaling.factor", float, old) if kind == "linear" else 0.0
+    require(0 <= factor < np.inf, read.name("rope.scaling.factor"), "a positive number, or 0 for none", factor)
+    factor = float(factor) or 1.0
+    half = config.head_dim // 2
+    if _ROPE_FREQS not in owners:
+        return config if factor == 1.0 else dataclasses.replace(config, rope_freqs=(factor,) * half)
+    require(factor == 1.0, f"{path}: {_ROPE_FREQS}", "no other rope scaling beside it", factor)
+    tensor = _tensor(owners, _ROPE_FREQS, 1, path)
+    require(tensor.shape == (half,), f"{path}: {_ROPE_FREQS}", f"shape ({half},)", tensor.shape)
+    values = np.concatenate([block.reshape(-1) for block in dequantized_rows(owners[_ROPE_FREQS], tensor)])
     good = bool(np.all(np.isfinite(values) & (values > 0)))
-    require(good, f"{file.path}: {_ROPE_FREQS}", "positive numbers", values)
-    return tuple(values.tolist())
+    require(good, f"{path}: {_ROPE_FREQS}", "positive numbers", values)
+    return _named_scaling(config, values) or dataclasses.replace(config, rope_freqs=tuple(values.tolist()))
 
 
-def _tensor(file: GgufFile, name: str, n_dims: int) -> GgufTensor:
-    tensor = file.tensors.get(name)
-    if tensor is None:
-        raise ValueError(f"{file.path}: {name}: expected this tensor, got a file without it")
-    require(len(tensor.shape) == n_dims, f"{file.path}: {name}", f"{n_dims} dimensions", tensor.shape)
+def _named_scaling(config: TransformerConfig, divisors: np.ndarray) -> TransformerConfig | None:
+    """The config with the rule of Llama 3.1, whose result the file holds, if these divisors are that result.
+
+    With the rule instead of its rounded result a file computes what the original checkpoint computes.
+    """
+    factor = float(divisors.max())
+    scaled = dataclasses.replace(config, rope_scaling=RopeScaling(factor, *_LLAMA_3_1))
+    made = frequencies(config) / frequencies(scaled)
+    return scaled if np.allclose(made, divisors, rtol=1e-6, atol=0) else None
+
+
+def _tensor(owners: _Owners, name: str, n_dims: int, path: Path) -> GgufTensor:
+    if name not in owners:
+        raise ValueError(f"{path}: {name}: expected this tensor, got a file without it")
+    tensor = owners[name].tensors[name]
+    require(len(tensor.shape) == n_dims, f"{owners[name].path}: {name}", f"{n_dims} dimensions", tensor.shape)
     return tensor
 
 
-def _params(file: GgufFile, config: TransformerConfig) -> tuple[Param, ...]:
+def _params(owners: _Owners, config: TransformerConfig, path: Path) -> tuple[Param, ...]:
     """Every parameter, from tensors whose presence and shape are checked; every tensor must be used."""
     used = {_ROPE_FREQS}
     params = []
     for name, shape in named_shapes(config).items():
         parts = []
-        for source, part_shape in _sources(name, shape, config):
-            tensor = _tensor(file, source, len(part_shape))
-            require(tensor.shape == part_shape, f"{file.path}: {source}", f"shape {part_shape}", tensor.shape)
+        for source, part_shape in _NAMES.of(name, shape, config):
+            tensor = _tensor(owners, source, len(part_shape), path)
+            require(tensor.shape == part_shape, f"{owners[source].path}: {source}", f"shape {part_shape}", tensor.shape)
             used.add(source)
-            parts.append((tensor, _row_order(source, config)))
-        params.append(Param(name, shape, lambda parts=parts: _blocks(file, parts)))  # type: ignore[misc]
-    surplus = sorted(file.tensors.keys() - used)
-    require(not surplus, f"{file.path}: tensors", "none beyond a llama model's", surplus)
+            parts.append((owners[source], tensor, _row_order(source, config)))
+        params.append(Param(name, shape, lambda parts=parts: _blocks(parts)))  # type: ignore[misc]
+    surplus = sorted(owners.keys() - used)
+    require(not surplus, f"{path}: tensors", "none beyond a llama model's", surplus)
     return tuple(params)
-
-
-def _sources(name: str, shape: tuple[int, ...], config: TransformerConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """The file's tensors behind one parameter, each with the shape it must have."""
-    if name in _GLOBAL:
-        return [(_GLOBAL[name][0], shape)]
-    _, layer, kind = name.split(".")
-    sources = [f"blk.{layer}.{source}" for source in _LAYER[kind]]
-    kv_rows = config.n_kv_heads * config.head_dim
-    rows = {
-        "qkv": [config.n_heads * config.head_dim, kv_rows, kv_rows],
-        "gate_up": [config.d_mlp, config.d_mlp],
-    }.get(kind, [shape[0]])
-    return [(source, (n, *shape[1:])) for source, n in zip(sources, rows, strict=True)]
 
 
 def _row_order(source: str, config: TransformerConfig) -> np.ndarray | None:
@@ -204,5 +233,5 @@ def _row_order(source: str, config: TransformerConfig) -> np.ndarray | None:
     return np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _blocks(file: GgufFile, parts: list[tuple[GgufTensor, np.ndarray | None]]) -> Iterator[np.ndarray]:
-    return itertools.chain.from_iterable(dequantized_rows(file, tensor, order) for tensor, order in parts)
+def _blocks(parts: list[tuple[GgufFile, GgufTensor, np.ndarray | None]]) -> Iterator[np.ndarray]:
+    return itertools.chain.from_iterable(dequantized_rows(*part) for part in parts)

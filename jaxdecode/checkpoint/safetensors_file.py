@@ -41,7 +41,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class Entry(NamedTuple):
     """A tensor to write: its values come in row-major order, in blocks of any shape, and are cast to ``dtype``.
 
-    where: the file that the values come from, for errors.
+    where: the file that the values come from, for errors. follows: it lies right behind the entry before it, so that
+    both can be read as one; otherwise it is aligned.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[np.ndarray]]
     where: str
+    follows: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
     Nothing is copied. ValueError, naming file and field, for a header that is damaged, too long (over 16 MiB), or whose
     tensors leave the file, overlap, or leave holes; and for number types that NumPy and jax do not share.
     """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected a safetensors file, got nothing there")
     size = path.stat().st_size
     if size < 8:
         raise ValueError(f"{path}: expected a safetensors file, got one of {size} bytes")
@@ -138,7 +142,7 @@ def write_safetensors(
     metadata: dict[str, str] | None = None,
     written: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Write the tensors and flush them to the disk; every tensor starts at a multiple of 64 bytes.
+    """Write the tensors and flush them to the disk; a tensor that follows no other starts at a multiple of 64 bytes.
 
     Holds one block at a time in memory. ``written`` is told the bytes of data written so far. ValueError if the blocks
     of a tensor are not as many values as its shape says, or become infinite in its dtype.
@@ -146,8 +150,7 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for i, entry in enumerate(entries):
-        pad = -at % ALIGNMENT
-        if pad:
+        if pad := 0 if entry.follows else -at % ALIGNMENT:
             header[f"{_PAD}{i}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [at, at + pad]}
             at += pad
         span = [at, at + entry.nbytes]
@@ -159,7 +162,7 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         start = file.tell()
         for entry in entries:
-            file.write(bytes(-(file.tell() - start) % ALIGNMENT))
+            file.write(bytes(0 if entry.follows else -(file.tell() - start) % ALIGNMENT))
             for block in cast_blocks(entry):
                 file.write(block.reshape(-1).view(np.uint8).data)
                 written(file.tell() - start)

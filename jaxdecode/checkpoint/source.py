@@ -11,24 +11,57 @@ from jaxdecode.base import Params
 from jaxdecode.models.transformer import TransformerConfig, param_shapes
 from jaxdecode.text.backend import Vocabulary
 
-__all__ = ["Checkpoint", "Param", "named_shapes", "params_from_names"]
+__all__ = ["Checkpoint", "Names", "Param", "named_shapes", "params_from_names"]
 
 
 class Param(NamedTuple):
-    """One parameter: its name ("layers.3.qkv"), shape, and its values in row-major order, a few rows at a time."""
+    """One parameter: its name ("layers.3.qkv"), shape, and its values in row-major order, a few rows at a time.
+
+    mapped: the values as they lie in a memory-mapped file, if they lie there so that jax can use them as they are.
+    """
 
     name: str
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[np.ndarray]]
+    mapped: np.ndarray | None = None
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint as its file describes it: checked, but with no weight read yet. where: the file, for errors."""
+    """A checkpoint as its files describe it: checked, but with no weight read yet. where: the file, for errors.
+
+    generation: the fields of a ``generation_config.json`` that change what is generated.
+    """
 
     where: str
     config: TransformerConfig
     vocabulary: Vocabulary
     params: tuple[Param, ...]
+    generation: Mapping[str, Any] = {}
+
+
+class Names(NamedTuple):
+    """How a format names tensors: one for each parameter outside the layers, and those whose rows make one of a layer.
+
+    layer: what stands before the names of a layer, with {} for its number. The order of a layer's tensors is that of
+    their rows in the parameter.
+    """
+
+    whole: Mapping[str, str]
+    layer: str
+    parts: Mapping[str, tuple[str, ...]]
+
+    def of(self, name: str, shape: tuple[int, ...], config: TransformerConfig) -> list[tuple[str, tuple[int, ...]]]:
+        """The format's tensors behind the parameter ``name``, each with the shape that it must have."""
+        if name in self.whole:
+            return [(self.whole[name], shape)]
+        _, number, kind = name.split(".")
+        tensors = [self.layer.format(number) + part for part in self.parts[kind]]
+        kv_rows = config.n_kv_heads * config.head_dim
+        rows = {
+            "qkv": [config.n_heads * config.head_dim, kv_rows, kv_rows],
+            "gate_up": [config.d_mlp, config.d_mlp],
+        }.get(kind, [shape[0]])
+        return [(tensor, (n, *shape[1:])) for tensor, n in zip(tensors, rows, strict=True)]
 
 
 def named_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:

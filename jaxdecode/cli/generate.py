@@ -1,81 +1,70 @@
-"""`jaxdecode generate`: one prompt, one continuation."""
+"""`jaxdecode generate`: one prompt, one continuation or several."""
 
 from __future__ import annotations
 
 import json as json_text
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import typer
 
+from jaxdecode.cli.choices import CANCELLED, FAILURES, Request, Written, choice, log_probabilities
 from jaxdecode.cli.compilation import keep_compiled_programs
-from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt
+from jaxdecode.cli.files import check_target, write_json
+from jaxdecode.cli.record import recorded
+from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
 
 if TYPE_CHECKING:
     from jaxdecode.checkpoint import Loaded
+    from jaxdecode.text.tokenizer import Tokenizer
 
 __all__ = ["run"]
 
-CANCELLED = "cancelled"
-FAILURES = {
-    "nan": "the model's logits held NaN or infinity",
-    "no_token": "no token was left to choose from",
-    "invalid": "a setting was out of range",
-}
 
-
-class Written(NamedTuple):
-    """The text, the ids it was decoded from, and the name of a ``Finish`` or "cancelled"."""
-
-    text: str
-    tokens: list[int]
-    finish: str
-
-
-def run(
-    prompt: str | None,
-    *,
-    model: str,
-    dtype: str,
-    chat: bool,
-    system: str | None,
-    seed: int,
-    settings: dict[str, Any],
-    json: bool,
-    stream: bool,
-    compile_cache: bool,
-) -> int:
-    """Write to stdout what the model says; ``settings`` are fields of ``jaxdecode.Settings``. Returns the exit code."""
-    if system is not None and not chat:
-        raise BadInput("--system needs --chat: raw text has no system message")
-    if not 0 <= seed < 2**32:
-        raise BadInput(f"--seed: expected a number in [0, 2^32), got {seed}")
+def run(prompt: str | None, request: Request) -> int:
+    """Write to stdout what the model says. Returns the exit code."""
+    check(request)
     text = read_prompt(prompt)
     progress = Progress()
     try:
         progress("starting")
-        if compile_cache:
+        if request.compile_cache:
             keep_compiled_programs()
         import jaxdecode
 
         with bad_input():
-            jaxdecode.Settings(**settings)  # a number out of range should not wait for the model
-            loaded = jaxdecode.load(model, dtype=dtype, progress=progress)
-            messages = [] if system is None else [{"role": "system", "content": system}]
-            messages.append({"role": "user", "content": text})
-            ids = loaded.tokenizer.chat(messages) if chat else loaded.tokenizer.encode(text)
-        stream = stream and not json
-        written = write(loaded, ids, settings=settings, seed=seed, chat=chat, stream=stream, progress=progress)
+            target = None if request.record is None else check_target(request.record)
+            jaxdecode.Settings(**settings_of(request))  # a number out of range should not wait for the model
+            loaded = jaxdecode.load(request.model, dtype=request.dtype, progress=progress)
+            ids = encode(loaded, text, request)
+        written = write(loaded, ids, request, progress)
+        choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
+        if target is not None:
+            with bad_input():
+                write_json(target, recorded(loaded.tokenizer, text, ids, written, request, progress))
     finally:
         progress.stop()
-    if json:
-        counts = {"prompt_tokens": len(ids), "completion_tokens": len(written.tokens)}
-        show(json_text.dumps({"model": model, **written._asdict(), **counts}, ensure_ascii=False) + "\n")
-    else:
-        show("\n" if stream else written.text + "\n")
-    if written.finish in FAILURES:
-        raise typer.TyperException(f"the text ends early ({written.finish}): {FAILURES[written.finish]}")
-    return 130 if written.finish == CANCELLED else 0
+    tell(loaded.tokenizer, choices, len(ids), request)
+    failed = next((c["finish"] for c in choices if c["finish"] in FAILURES), None)
+    if failed is not None:
+        raise typer.TyperException(f"the text ends early ({failed}): {FAILURES[failed]}")
+    return 130 if any(c["finish"] == CANCELLED for c in choices) else 0
+
+
+def check(request: Request) -> None:
+    """Refuse what is wrong whatever the model."""
+    if request.system is not None and not request.chat:
+        raise BadInput("--system needs --chat: raw text has no system message")
+    if not 0 <= request.seed < 2**32:
+        raise BadInput(f"--seed: expected a number in [0, 2^32), got {request.seed}")
+    if "" in request.stops:
+        raise BadInput("--stop: expected a text, got an empty one")
+
+
+def settings_of(request: Request) -> dict[str, Any]:
+    """Fields of ``Settings``."""
+    return {**request.settings, "num_samples": request.num_samples or 1, "top_logprobs": request.top_logprobs}
 
 
 def read_prompt(argument: str | None) -> str:
@@ -94,55 +83,63 @@ def read_prompt(argument: str | None) -> str:
     return prompt
 
 
-def write(
-    loaded: Loaded,
-    ids: list[int],
-    *,
-    settings: dict[str, Any],
-    seed: int,
-    chat: bool,
-    stream: bool,
-    progress: Progress,
-) -> Written:
-    """Decode after ``ids``, one step at a time, printing the pieces if ``stream``; Ctrl-C ends it early."""
+def encode(loaded: Loaded, text: str, request: Request) -> list[int]:
+    """The prompt as ids: in the model's chat format, or as raw text."""
+    if not request.chat:
+        return loaded.tokenizer.encode(text)
+    system = [] if request.system is None else [{"role": "system", "content": request.system}]
+    return loaded.tokenizer.chat([*system, {"role": "user", "content": text}])
+
+
+def write(loaded: Loaded, ids: list[int], request: Request, progress: Progress) -> Written:
+    """Decode after ``ids``, one step at a time, printing the pieces if it streams; Ctrl-C ends it early."""
     import jax
 
-    import jaxdecode
+    from jaxdecode.base import Finish
+    from jaxdecode.cli.writing import RowText
     from jaxdecode.generation import start
-    from jaxdecode.text import StreamDecoder
+    from jaxdecode.session import Steps
 
     progress("compiling")
-    decoder = StreamDecoder(loaded.tokenizer, continuation=not chat)
-    tokens: list[int] = []
-    pieces: list[str] = []
+    stops, continuation = request.stops, not request.chat
+    rows = request.num_samples or 1
+    texts = [RowText(loaded.tokenizer, stops=stops, continuation=continuation) for _ in range(rows)]
 
     def take(piece: str) -> None:
-        pieces.append(piece)
-        if stream and piece:
+        if request.streams and piece:
             progress.stop()
             show(piece)
 
     with deferred_interrupt() as interrupted:
         with bad_input():
-            strategy, state = start(
-                loaded.model, loaded.params, [ids], key=jax.random.key(seed), settings=loaded.settings(**settings)
-            )
-        finish = int(state.finish[0])
-        steps = jaxdecode.stream(strategy, loaded.params, state)
+            options = {"key": jax.random.key(request.seed), "settings": loaded.settings(**settings_of(request))}
+            decoder, state = start(loaded.model, loaded.params, [ids], **options)
+        keys = np.asarray(jax.random.key_data(state.keys)).reshape(rows, -1).tolist()
+        steps = Steps(decoder, loaded.params, state)
         while not interrupted() and (step := next(steps, None)) is not None:
             info = jax.device_get(step)
-            new = info.tokens[0, : info.count[0]].tolist()
-            tokens += new
-            if not stream:
-                progress("writing", len(tokens) / settings["max_new_tokens"])
-            take(decoder.push(new))
-            finish = int(info.finish[0])
-    take(decoder.flush())
-    running = finish == jaxdecode.Finish.RUNNING
-    return Written("".join(pieces), tokens, CANCELLED if running else jaxdecode.Finish(finish).name.lower())
+            for row, text in enumerate(texts):
+                take(text.push(info.tokens[row, : info.count[row]].tolist()))
+            if not request.streams:
+                progress("writing", max(len(t.tokens) for t in texts) / request.settings["max_new_tokens"])
+            if all(t.stopped or f != Finish.RUNNING for t, f in zip(texts, info.finish, strict=True)):
+                break
+    for text in texts:
+        take(text.flush())
+    out = jax.device_get(steps.result())
+    return Written(texts, [t.finish(int(f)) for t, f in zip(texts, out.finish, strict=True)], out, keys)
 
 
-def show(text: str) -> None:
-    """Print now: a reader follows the text while it grows."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def tell(tokenizer: Tokenizer, choices: list[dict[str, Any]], prompt_tokens: int, request: Request) -> None:
+    """Print the result: what streaming did not print yet, or JSON."""
+    if request.json:
+        about = {"model": request.model, "prompt_tokens": prompt_tokens}
+        result = {**about, **choices[0]} if request.num_samples is None else {**about, "choices": choices}
+        show(json_text.dumps(result, ensure_ascii=False) + "\n")
+        return
+    for i, told in enumerate(choices):
+        if request.num_samples is not None:
+            typer.echo(styled(f"--- {i + 1} of {len(choices)}: {told['finish']}", "bold"))
+        show("\n" if request.streams else told["text"] + "\n")
+        if request.logprobs:
+            typer.echo("\n" + log_probabilities(tokenizer, told), nl=False)

@@ -1,17 +1,32 @@
-"""What the commands share at the terminal: progress, Ctrl-C, and one-line errors."""
+"""What the commands share at the terminal: output, tables, progress, Ctrl-C, and one-line errors."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
-__all__ = ["BadInput", "Progress", "bad_input", "deferred_interrupt"]
+__all__ = [
+    "BadInput",
+    "Progress",
+    "bad_input",
+    "deferred_interrupt",
+    "quiet_keyboard",
+    "show",
+    "styled",
+    "table",
+    "visible",
+]
+
+# A model may write control characters, and a terminal obeys them: they are shown as pictures of themselves.
+_PICTURES = {c: 0x2400 + c for c in range(32) if chr(c) not in "\t\n"} | {0x7F: 0x2421}
+_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class BadInput(typer.TyperException):
@@ -27,6 +42,41 @@ def bad_input() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as error:
         raise BadInput(str(error)) from error
+
+
+def visible(text: str) -> str:
+    """``text`` with every control character but tab and line end made visible."""
+    return text.translate(_PICTURES)
+
+
+def show(text: str) -> None:
+    """Print now, since a reader follows the text while it grows: exactly into a pipe, ``visible`` on a terminal."""
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def styled(text: str, style: str, stream: TextIO | None = None) -> str:
+    """``text`` "bold", "dim" or "red" if ``stream`` (stdout) is a terminal that has colours; else as it is."""
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM", "dumb") == "dumb":
+        return text
+    return f"\x1b[{ {'bold': 1, 'dim': 2, 'red': 31}[style] }m{text}\x1b[0m"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Lines of aligned columns; the columns numbered in ``left`` are aligned on the left, the others on the right."""
+    from rich.cells import cell_len  # a CJK character is two cells wide
+
+    widths = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        gaps = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
+        padded = [
+            cell + gap if i in left else gap + cell for i, (cell, gap) in enumerate(zip(cells, gaps, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "".join(f"{text}\n" for text in [styled(line(header), "bold"), *map(line, rows)])
 
 
 class Progress:
@@ -79,3 +129,35 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: seen
     finally:
         signal.signal(signal.SIGINT, old)
+
+
+@contextlib.contextmanager
+def quiet_keyboard() -> Iterator[None]:
+    """While text is written to a terminal: keys typed ahead are not echoed into it, and a paste stays in one piece.
+
+    They wait for the next prompt. Ctrl-C works. Nothing happens where stdin is no terminal.
+    """
+    try:
+        import termios
+        import tty
+    except ImportError:  # not a Unix
+        yield
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    try:
+        tty.setcbreak(keyboard, termios.TCSADRAIN)
+        _bracket_pastes(True)
+        yield
+    finally:
+        _bracket_pastes(False)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _bracket_pastes(on: bool) -> None:
+    """Ask the terminal to mark where a paste begins and ends."""
+    sys.stdout.write("\x1b[?2004h" if on else "\x1b[?2004l")
+    sys.stdout.flush()

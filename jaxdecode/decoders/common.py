@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +16,18 @@ __all__ = ["check_prompt", "check_rules", "forward", "logits_spec", "prefill", "
 CHUNK = 512  # prompt tokens per prefill pass: bounds its memory, and costs nothing on the machines measured
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _probe(model: Model, params: Params, cache: Cache) -> jax.Array:
+    """The logits of one token of each row; only its shape is asked for, and jit remembers that."""
+    batch = jax.tree.leaves(cache)[0].shape[0] if jax.tree.leaves(cache) else 1
+    tokens, one = jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch,), jnp.int32)
+    return model.apply(params, tokens, cache, lengths=one, logits_at=tokens)[0]
+
+
 def logits_spec(model: Model, params: Params, cache: Cache) -> jax.ShapeDtypeStruct:
     """Shape [B,1,V] and dtype of the model's logits, without running it. ValueError if it breaks the contract."""
     batch = jax.tree.leaves(cache)[0].shape[0] if jax.tree.leaves(cache) else 1
-
-    def probe(params: Params, cache: Cache) -> jax.Array:
-        tokens, one = jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch,), jnp.int32)
-        return model.apply(params, tokens, cache, lengths=one, logits_at=tokens)[0]
-
-    spec = jax.eval_shape(probe, params, cache)
+    spec = _probe.eval_shape(model, params, cache)
     ok = len(spec.shape) == 3 and spec.shape[:2] == (batch, 1) and jnp.issubdtype(spec.dtype, jnp.floating)
     checks.require(ok, "model.apply logits", f"floating [{batch}, 1, V]", f"{spec.dtype}{list(spec.shape)}")
     wide = np.promote_types(spec.dtype, np.float32)
@@ -32,7 +37,6 @@ def logits_spec(model: Model, params: Params, cache: Cache) -> jax.ShapeDtypeStr
 def check_prompt(prompt: Prompt, keys: jax.Array, vocab_size: int) -> jax.Array:
     """Check a prompt; returns valid[B], false for rows whose traced values are out of range."""
     tokens, length, cached = prompt
-    checks.require(np.ndim(tokens) == 2 and tokens.shape[1] >= 1, "prompt.tokens", "shape [B, S], S >= 1", tokens.shape)
     batch, size = tokens.shape
     for name, x in (("length", length), ("cached", cached), ("keys", keys)):
         checks.require(x.shape == (batch,), name, f"shape ({batch},)", x.shape)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdecode import checks, transforms
@@ -71,7 +72,9 @@ def _init(
     cache: Cache | None = None,
 ) -> SamplingState:
     """Check everything that is known now, then prefill all but each row's last prompt token."""
-    batch, size = prompt.tokens.shape
+    shape = np.shape(prompt.tokens)
+    checks.require(len(shape) == 2 and shape[1] >= 1, "prompt.tokens", "shape [B, S], S >= 1", shape)
+    batch, size = shape
     prompt = Prompt(prompt.tokens.astype(jnp.int32), *(x.astype(jnp.int32) for x in prompt[1:]))
     rows = common.check_rules(rules, batch, max_new_tokens)
     if cache is None:

@@ -1,71 +1,22 @@
 """Vocabularies of GGUF files as ``tokenizer.json`` text.
 
-A GGUF file names its tokenizer by two words: ``tokenizer.ggml.model`` ("gpt2": byte-level BPE, "llama": SentencePiece
-BPE) and, for byte-level BPE, ``tokenizer.ggml.pre``, how text is cut into words first. The regular expressions behind
-the second word are not in the file; they are those that the models' own ``tokenizer.json`` files and llama.cpp use.
+A GGUF file names its tokenizer by ``tokenizer.ggml.model``: "gpt2" is byte-level BPE, "llama" SentencePiece BPE, "t5"
+SentencePiece unigram. For byte-level BPE ``tokenizer.ggml.pre`` says how text is cut into words first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxdecode.checks import require, shorten
-from jaxdecode.text.backend import Vocabulary, import_tokenizers
+from jaxdecode.checks import require
+from jaxdecode.text.backend import Vocabulary, guarded, import_tokenizers
+from jaxdecode.text.pre_tokenizers import PRE_TOKENIZERS
 
-__all__ = ["PRE_TOKENIZERS", "PreTokenizer", "gguf_vocabulary"]
+__all__ = ["gguf_vocabulary"]
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # values of tokenizer.ggml.token_type
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-class PreTokenizer(NamedTuple):
-    """How a family of byte-level vocabularies cuts text into words.
-
-    splits: regular expressions, applied one after the other to what the one before left; matches and gaps are words.
-    whole_words: a word that is in the vocabulary is taken as it is, before any merge. add_bos: what holds if the file
-    does not say whether a text begins with begin-of-sequence.
-    """
-
-    splits: tuple[str, ...]
-    whole_words: bool = False
-    add_bos: bool = False
-
-
-_GPT2_WORDS = PreTokenizer((_GPT2,))
-_DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
-_LLAMA3 = PreTokenizer((_CL100K % "{1,3}",), whole_words=True, add_bos=True)
-
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _GPT2_WORDS,
-    "phi-2": _GPT2_WORDS,
-    "mpt": _GPT2_WORDS,
-    "olmo": _GPT2_WORDS,
-    "smollm": _DIGITS_THEN_GPT2,
-    "starcoder": _DIGITS_THEN_GPT2,
-    "refact": _DIGITS_THEN_GPT2,
-    "command-r": _DIGITS_THEN_GPT2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "qwen2": PreTokenizer((_CL100K % "",)),
-    "tekken": PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
-    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-}
 
 _LONGEST = 256  # characters of a SentencePiece token; published vocabularies stay under 130
 
@@ -89,8 +40,10 @@ def gguf_vocabulary(fields: Mapping[str, Any], where: str) -> Vocabulary:
         backend, bos_default = _byte_level_bpe(read, tokens)
     elif kind == "llama":
         backend, bos_default = _sentencepiece_bpe(read, tokens, types), True
+    elif kind == "t5":
+        backend, bos_default = _sentencepiece_unigram(read, tokens, types), False
     else:
-        raise ValueError(f"{read.name('model')}: expected 'gpt2' or 'llama', got {kind!r}, which is not supported")
+        raise ValueError(f"{read.name('model')}: expected 'gpt2', 'llama' or 't5', got {kind!r}")
     _add_tokens(backend, tokens, types)
     bos_id = read.id("bos_token_id", len(tokens))
     if bos_id is None and kind == "llama":
@@ -169,7 +122,7 @@ def _byte_level_bpe(read: _Fields, tokens: list[str]) -> tuple[Any, bool]:
 
 
 def _sentencepiece_bpe(read: _Fields, tokens: list[str], types: list[int]) -> Any:
-    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers import Tokenizer, normalizers
     from tokenizers.models import BPE
 
     scores = read.many("scores", float, len(tokens))
@@ -180,11 +133,51 @@ def _sentencepiece_bpe(read: _Fields, tokens: list[str], types: list[int]) -> An
     merges = _merges_from_scores(vocab, types, scores)
     model = _made(BPE, read.name("tokens"), vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     backend = Tokenizer(model)
+    spaces = [normalizers.Replace(" ", "\u2581")]
     prefix = read.one("add_space_prefix", bool, True)
-    spaces = normalizers.Replace(" ", "\u2581")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), *spaces] if prefix else spaces)
+    backend.decoder = _sentencepiece_decoder(prefix)
+    return backend
+
+
+def _sentencepiece_decoder(prefix: bool) -> Any:
+    from tokenizers import decoders
+
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+
+
+def _sentencepiece_unigram(read: _Fields, tokens: list[str], types: list[int]) -> Any:
+    from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+    from tokenizers.models import Unigram
+
+    scores = read.many("scores", float, len(tokens))
+    require(all(map(math.isfinite, scores)), read.name("scores"), "finite numbers", "others")
+    unknown = read.id("unknown_token_id", len(tokens))
+    if unknown is None:
+        unknown = next((i for i, kind in enumerate(types) if kind == UNKNOWN), None)
+    require(unknown is not None, read.name("unknown_token_id"), "an id for what has no token", None)
+    # SentencePiece takes its byte, control and unused pieces for no text: here they have no better score than another,
+    # and either a name that is in no text, or a cut through their names.
+    least = min((score for score, kind in zip(scores, types, strict=True) if kind == NORMAL), default=0.0)
+    vocab = [
+        (f" \0{i}" if kind == UNUSED else token, score if kind in (NORMAL, USER_DEFINED) else least)
+        for i, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True))
+    ]
+    backend = Tokenizer(_made(Unigram, read.name("tokens"), vocab, unknown, byte_fallback=BYTE in types))
+    if BYTE in types:
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
+    steps: list[Any] = []
+    if charsmap := read.many("precompiled_charsmap", int, default=[]):
+        steps.append(
+            _made(normalizers.Precompiled, read.name("precompiled_charsmap"), bytes(n % 256 for n in charsmap))
+        )
+    if read.one("remove_extra_whitespaces", bool, False):
+        steps += [normalizers.Replace(Regex(" +"), " "), normalizers.Replace(Regex(r"\A | \z"), "")]
+    prefix = read.one("add_space_prefix", bool, False)
+    steps += [normalizers.Prepend("\u2581")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
+    backend.decoder = _sentencepiece_decoder(prefix)
     return backend
 
 
@@ -200,11 +193,9 @@ def _merges_from_scores(vocab: dict[str, int], types: list[int], scores: Sequenc
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-def _made(bpe: Any, where: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
-    try:
-        return bpe(vocab, merges, **options)
-    except Exception as error:  # the package raises a bare Exception
-        raise ValueError(f"{where}: expected merges of tokens in the vocabulary, got: {shorten(error)}") from None
+def _made(kind: Any, where: str, *values: Any, **options: Any) -> Any:
+    """A part of the backend. ValueError for what the ``tokenizers`` package refuses."""
+    return guarded(lambda: kind(*values, **options), f"{where}: expected a consistent vocabulary")
 
 
 def _add_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:

@@ -15,8 +15,12 @@ from typing import Any
 
 from jaxdecode.checks import require
 from jaxdecode.text import chat
+from jaxdecode.text.chat import Chat
 
 __all__ = ["Tokenizer"]
+
+_WORD = re.compile(r"\w")
+_SPACE = re.compile(r"[^\S\x1c-\x1f]")  # Unicode's white space; Python counts four separators more
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -27,6 +31,9 @@ class Tokenizer:
     token -> id; they mark structure, and ``decode`` skips them. eos_ids: the ids that end a text. add_bos: whether
     the file asks for ``bos_id`` in front of every text. space_prefix: ``encode_text`` puts a space in front of the
     text, as SentencePiece does, so ``decode`` takes one away. chat_template: the file's Jinja template, if any.
+    encode_rest: as ``encode_text``, for text that follows a control token, if that differs. marks: letters for control
+    tokens that are found by a rule of their own: "l", "r" take the white space on that side along, "w" finds the token
+    only where it is a word. json: the ``tokenizer.json`` that all this is from, to save it again.
     """
 
     table: Sequence[bytes]
@@ -37,6 +44,9 @@ class Tokenizer:
     add_bos: bool = False
     space_prefix: bool = False
     chat_template: str | None = None
+    encode_rest: Callable[[str], list[int]] | None = None
+    marks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    json: str | None = None
 
     def __post_init__(self) -> None:
         ids = [*self.controls.values(), *self.eos_ids, *([] if self.bos_id is None else [self.bos_id])]
@@ -78,24 +88,37 @@ class Tokenizer:
         require(0 <= i < self.vocab_size, "decode: token id", f"an id in [0, {self.vocab_size})", i)
         return b"" if skip_special_tokens and i in self._control_ids else self.table[i]
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The chat as one text, by the file's template. To encode chats of untrusted text use ``chat``.
 
-        messages: mappings with "role" and "content". ValueError without a template, or if the template refuses.
+        messages: mappings with "role" ("system", "user", "assistant", "tool") and "content"; what else they hold
+        ("tool_calls") is for the template, as are ``tools``, JSON schemas of functions. ValueError without a template,
+        or if the template refuses.
         """
-        return self._render(chat.check_messages(messages), add_generation_prompt)
+        return self._render(chat.check_chat(messages, tools), add_generation_prompt)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """Ids of the chat, in which only the template can write control tokens, whatever the contents say."""
-        checked = chat.check_messages(messages)
+        checked = chat.check_chat(messages, tools)
         ids = self._with_own_bos(self._encode_parts(self._render(checked, add_generation_prompt)))
         texts = chat.texts_of(checked)
         if not chat.could_form(self.controls, texts):
             return ids
         shield = chat.shield_for(self.controls, [*texts, self.chat_template or ""])
-        shielded = self._render(chat.map_texts(checked, shield.hide), add_generation_prompt)
-        _check_text(shielded)
-        safe = self._with_own_bos(self._encode_parts(shielded, shield.show))
+        hidden = chat.map_texts(checked, shield.hide, shield.hide_key)
+        safe = self._with_own_bos(self._encode_parts(self._render(hidden, add_generation_prompt), shield.show))
         # A template may look into contents ("<think>" and the like). If nothing in them is a control token, and hiding
         # their first characters made no difference to the control tokens, the plain rendering is the right one.
         harmless = not any(c in t for t in texts for c in self.controls)
@@ -113,13 +136,13 @@ class Tokenizer:
     def _controls_in(self, ids: list[int]) -> list[int]:
         return [i for i in ids if i in self._control_ids]
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: Chat, add_generation_prompt: bool) -> str:
         template = self.chat_template
         if template is None:
             raise ValueError("chat: expected a checkpoint with a chat template, got one without; use raw text instead")
         text = chat.render(
             template,
-            messages=messages,
+            messages,
             add_generation_prompt=add_generation_prompt,
             bos_token="" if self.bos_id is None else self.decode([self.bos_id], False, continuation=True),
             eos_token=self.decode(self.eos_ids[:1], False, continuation=True),
@@ -131,19 +154,27 @@ class Tokenizer:
         """Text between control tokens, each with the id of the control token that follows it."""
         at = 0
         for match in self._control_pattern.finditer(text):
-            yield text[at : match.start()], self.controls[match.group()]
-            at = match.end()
+            start, end, marks = match.start(), match.end(), self.marks.get(match.group(), "")
+            if start < at or ("w" in marks and _in_word(text, start, end)):
+                continue
+            while "l" in marks and start > at and _SPACE.match(text, start - 1):
+                start -= 1
+            while "r" in marks and _SPACE.match(text, end):
+                end += 1
+            yield text[at:start], self.controls[match.group()]
+            at = end
         yield text[at:], None
 
     def _encode_parts(self, text: str, show: Callable[[str], str] = str) -> list[int]:
         ids: list[int] = []
-        for part, control in self._parts(text):
-            ids += self._encode_plain(show(part))
+        for i, (part, control) in enumerate(self._parts(text)):
+            ids += self._encode_plain(show(part), rest=i > 0)
             ids += [] if control is None else [control]
         return ids
 
-    def _encode_plain(self, text: str) -> list[int]:
-        return list(self.encode_text(text)) if text else []
+    def _encode_plain(self, text: str, rest: bool = False) -> list[int]:
+        encode = self.encode_rest if rest and self.encode_rest is not None else self.encode_text
+        return list(encode(text)) if text else []
 
     def _with_own_bos(self, ids: list[int]) -> list[int]:
         return self._with_bos(ids) if self.add_bos else ids
@@ -151,6 +182,10 @@ class Tokenizer:
     def _with_bos(self, ids: list[int]) -> list[int]:
         require(self.bos_id is not None, "encode: bos", "a vocabulary with a begin-of-sequence id", None)
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]  # type: ignore[list-item]
+
+
+def _in_word(text: str, start: int, end: int) -> bool:
+    return bool(_WORD.match(text[start - 1 : start]) or _WORD.match(text[end : end + 1]))
 
 
 def _check_text(text: str) -> None:

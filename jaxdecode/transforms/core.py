@@ -137,7 +137,7 @@ def _chain_advance(params: tuple[LogitsTransform, ...], state: State, token: jax
 def chain(*transforms: LogitsTransform) -> LogitsTransform:
     """Transforms applied left to right, each to the law the ones before it left; ``chain()`` is the identity.
 
-    >>> import jax.numpy as jnp
+    >>> from jaxdecode import temperature, top_k
     >>> chain(temperature(0.5), top_k(1))(jnp.array([[0.0, 1.0], [3.0, 2.0]])).tolist()
     [[-inf, 0.0], [0.0, -inf]]
     """

@@ -85,7 +85,7 @@ def _last_kept(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.A
     """
     wide = logits.dtype
     low = jnp.min(jnp.where(logits > -jnp.inf, logits, jnp.inf), axis=-1)
-    high, total = jnp.max(logits, axis=-1), jnp.sum(amount, axis=-1)
+    high, total = jnp.max(logits, axis=-1), jnp.sum(amount, axis=-1, dtype=amount.dtype)
     high = jnp.where(total >= needed, high, low)
 
     def turn(c: _Bracket) -> _Bracket:
@@ -93,7 +93,7 @@ def _last_kept(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.A
         guess = jnp.where(c.turn % 4 == 3, _halfway(c.low, c.high), guess)
         guess = jnp.where((guess > c.low) & (guess <= c.high), guess, c.high)
         above = logits >= guess[:, None]
-        held = jnp.sum(jnp.where(above, amount, jnp.zeros((), amount.dtype)), axis=-1)
+        held = jnp.sum(jnp.where(above, amount, jnp.zeros((), amount.dtype)), axis=-1, dtype=amount.dtype)
         enough = held >= needed
         sign = jnp.where(enough, -1, 1).astype(wide)  # the nearest logit on the side that is left
         nearest = sign * jnp.max(jnp.where(above == enough[:, None], sign[:, None] * logits, -jnp.inf), axis=-1)
@@ -127,7 +127,7 @@ def keep_first(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.A
     above, equal = logits > last, logits == last
     each = jnp.max(jnp.where(equal, amount, zero), axis=-1)
     count = jnp.sum(equal, axis=-1, dtype=jnp.int32)
-    missing = needed - jnp.sum(jnp.where(above, amount, zero), axis=-1)
+    missing = needed - jnp.sum(jnp.where(above, amount, zero), axis=-1, dtype=amount.dtype)
     if jnp.issubdtype(amount.dtype, jnp.floating):
         ties = jnp.ceil(missing / jnp.where(each > 0, each, 1))
         ties = jnp.where(each > 0, jnp.clip(ties, 1, size), size).astype(jnp.int32)
@@ -216,7 +216,8 @@ def draw(logits: jax.Array, u: jax.Array) -> Drawn:
     rows, size = w.shape
     w = jnp.pad(w, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
     coarse = jnp.round(w * 2.0**16) / 2.0**16  # sums of up to 2^8 of these multiples of 2^-16 are exact
-    blocks = lax.associative_scan(_add, (jnp.sum(coarse, axis=-1), jnp.sum(w - coarse, axis=-1)), axis=-1)
+    sums = [(jnp.sum(x, axis=-1), jnp.zeros(w.shape[:2], w.dtype)) for x in (coarse, w - coarse)]
+    blocks = lax.associative_scan(_add, _add(*sums), axis=-1)
     total = (blocks[0][:, -1:], blocks[1][:, -1:])
     high, low = _product(u[:, None], total[0])
     goal = (high, low + u[:, None] * total[1])

@@ -1,0 +1,151 @@
+"""``save``: a model as a Hugging Face directory, which `load` maps as it is and other libraries read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxdecode.checkpoint.converted import Progress, sync_folder, write_text
+from jaxdecode.checkpoint.hf_config import config_to_json
+from jaxdecode.checkpoint.hf_llama import CONFIG, GENERATION, INDEX, NAMES, WEIGHTS
+from jaxdecode.checkpoint.hf_tokenizer import tokenizer_files
+from jaxdecode.checkpoint.safetensors_file import Entry, write_safetensors
+from jaxdecode.checkpoint.source import named_shapes
+from jaxdecode.checks import require
+from jaxdecode.models.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from jaxdecode.checkpoint import Loaded
+
+__all__ = ["save"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def save(
+    loaded: Loaded,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a model of the llama family to a new or empty ``directory``, and return that.
+
+    It loads back bit for bit, without a converted copy, and transformers reads it: config.json, generation_config.json,
+    tokenizer.json, tokenizer_config.json with the chat template, and the weights in their own dtype, in one
+    model.safetensors, or in several and an index if ``max_shard_bytes`` is less than they have. The directory appears
+    when it is complete, or not at all. ValueError: another kind of model or params, rotary divisors that config.json
+    cannot state; FileExistsError: a directory that is not empty.
+    """
+    folder = Path(directory).expanduser()
+    _check_free(folder)
+    config = loaded.config
+    if not isinstance(config, TransformerConfig):
+        raise ValueError(f"save: expected a model of the llama family, got {type(config).__name__}")
+    shard = max_shard_bytes is None or (isinstance(max_shard_bytes, int) and max_shard_bytes > 0)
+    require(shard, "save: max_shard_bytes", "a positive number, or None", max_shard_bytes)
+    groups = _groups(loaded.params, config)
+    dtype = groups[0][0].dtype.name
+    ids: Any = {"bos_token_id": loaded.tokenizer.bos_id, "eos_token_id": list(loaded.tokenizer.eos_ids) or None}
+    texts: dict[str, dict[str, Any]] = {
+        CONFIG: config_to_json(config, dtype) | ids,
+        GENERATION: {k: v for k, v in ids.items() if v is not None} | dict(loaded.generation),
+        **tokenizer_files(loaded.tokenizer),
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = folder.with_name(f".{folder.name}.unfinished-{secrets.token_hex(8)}")
+    made.mkdir()
+    try:
+        _write_weights(made, groups, max_shard_bytes, progress or (lambda text, fraction: None))
+        for name, values in texts.items():
+            write_text(made / name, json.dumps(values, ensure_ascii=False, indent=2) + "\n")
+        sync_folder(made)
+        os.replace(made, folder)  # takes the place of an empty folder, and of nothing else
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _check_free(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise FileExistsError(f"{folder}: expected a new or empty folder, got something else")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: expected a new or empty folder, got one with files in it")
+
+
+def _groups(params: Any, config: TransformerConfig) -> list[list[Entry]]:
+    """The tensors to write; those of a group are read as one parameter, so they lie side by side in one file."""
+    expected = named_shapes(config)
+    found = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    shapes = {name: getattr(leaf, "shape", None) for name, leaf in found.items()}
+    wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+    require(not wrong, "save: params", "the names and shapes of the config", f"others for {wrong}")
+    dtypes = sorted({str(leaf.dtype) for leaf in found.values()})
+    require(len(dtypes) == 1 and dtypes[0] in _DTYPES, "save: params", f"one dtype of {', '.join(_DTYPES)}", dtypes)
+    return [_group(name, found[name], config) for name in expected]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The name of a leaf of the params: "layers.3.qkv"."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def _group(name: str, leaf: Any, config: TransformerConfig) -> list[Entry]:
+    entries, first = [], 0
+    for tensor, shape in NAMES.of(name, leaf.shape, config):
+        rows = slice(first, first + shape[0])
+        blocks = _values(leaf, rows)
+        entries.append(Entry(tensor, np.dtype(leaf.dtype), shape, blocks, "save", follows=first > 0))
+        first += shape[0]
+    return entries
+
+
+def _values(leaf: Any, rows: slice) -> Callable[[], Iterator[np.ndarray]]:
+    def blocks() -> Iterator[np.ndarray]:
+        yield np.asarray(leaf)[rows]
+
+    return blocks
+
+
+def _write_weights(folder: Path, groups: list[list[Entry]], limit: int | None, progress: Progress) -> None:
+    shards = _shards(groups, limit)
+    sizes = [sum(entry.nbytes for entry in shard) for shard in shards]
+    total, written = sum(sizes), 0
+    places: dict[str, str] = {}
+    for i, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
+        name = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+
+        def report(done: int, before: int = written) -> None:
+            progress("writing the weights", min(1.0, (before + done) / total))
+
+        write_safetensors(folder / name, shard, metadata={"format": "pt"}, written=report)
+        places |= dict.fromkeys((entry.name for entry in shard), name)
+        written += size
+    if len(shards) > 1:
+        write_text(
+            folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+        )
+
+
+def _shards(groups: list[list[Entry]], limit: int | None) -> list[list[Entry]]:
+    """The groups in order, in as few files of at most ``limit`` bytes as that allows; a larger group is a file."""
+    shards: list[list[Entry]] = []
+    left: float = -1
+    for group in groups:
+        size = sum(entry.nbytes for entry in group)
+        if size > left:
+            shards.append([])
+            left = math.inf if limit is None else limit
+        shards[-1] += group
+        left -= size
+    return shards

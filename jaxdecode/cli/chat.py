@@ -1,0 +1,39 @@
+"""`jaxdecode chat`: a conversation in the terminal, or line by line through a pipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from jaxdecode.cli.compilation import keep_compiled_programs
+from jaxdecode.cli.terminal import Progress, bad_input, styled
+
+__all__ = ["run"]
+
+
+def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], json: bool, compile_cache: bool) -> int:
+    """Talk until the input ends; ``numbers``: the settings of ``conversation.NUMBERS``. Returns the exit code."""
+    progress = Progress()
+    try:
+        progress("starting")
+        if compile_cache:
+            keep_compiled_programs()
+        import jaxdecode
+        from jaxdecode.checkpoint.converted import cache_folder
+        from jaxdecode.cli.chat_loop import COMMANDS, ChatLoop
+        from jaxdecode.cli.conversation import Conversation, check_numbers
+        from jaxdecode.cli.lines import Lines
+
+        with bad_input():
+            check_numbers(numbers)
+            loaded = jaxdecode.load(model, dtype=dtype, progress=progress)
+            loaded.tokenizer.chat([{"role": "user", "content": "?"}])  # no template: better told now
+    finally:
+        progress.stop()
+    lines = Lines(cache_folder() / "chat_history", [*COMMANDS])
+    loop = ChatLoop(loaded, model, Conversation(numbers, system), json=json, interactive=lines.interactive)
+    if lines.interactive and not json:
+        about = f"{model}, a context of {loaded.config.context_length} tokens. /help lists the commands."
+        typer.echo(styled(about, "dim"))
+    return loop.run(lines.read)

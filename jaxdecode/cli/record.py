@@ -1,0 +1,89 @@
+"""The record of a run: a JSON file with all that is needed to repeat it, and what came out. docs/command-line.md."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxdecode._version import __version__
+from jaxdecode.cli.choices import Request, Written, numbers
+
+if TYPE_CHECKING:
+    from jaxdecode.text.tokenizer import Tokenizer
+
+__all__ = ["FORMAT", "VERSION", "described_files", "recorded", "versions"]
+
+FORMAT, VERSION = "jaxdecode-record", 1
+_PIECE = 1 << 22  # bytes hashed at a time
+
+Report = Callable[[str, float], None]
+
+
+def recorded(
+    tokenizer: Tokenizer, text: str, ids: list[int], written: Written, request: Request, progress: Report
+) -> dict[str, Any]:
+    """The record; docs/command-line.md says what each field means. OSError: a file of the model cannot be read."""
+    outputs = []
+    for row, row_text in enumerate(written.texts):
+        n = len(row_text.tokens)
+        fields = ("logprob", "processed_logprob", "margin", "set_margin")
+        values = {f"{name}s": numbers(getattr(written.out, name)[row, :n]) for name in fields}
+        outputs.append({"text": row_text.text, "tokens": row_text.tokens, "finish": written.finish[row], **values})
+    samples = {"num_samples": len(outputs), "top_logprobs": request.top_logprobs}
+    ends = {"eos": list(tokenizer.eos_ids), "stop_strings": list(request.stops)}
+    files = described_files(_files_of(request.model, progress), progress)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "versions": versions(),
+        "model": {"source": request.model, "dtype": request.dtype, "files": files},
+        "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
+        "settings": {**request.settings, **samples, **ends},
+        "seed": request.seed,
+        "keys": {"impl": "threefry2x32", "words": written.keys},
+        "outputs": outputs,
+    }
+
+
+def versions() -> dict[str, str]:
+    """What computed it: with the same of these, and the same number of threads, the same comes out again (S6.3)."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "jaxdecode": __version__,
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": f"{device.platform}: {device.device_kind}",
+    }
+
+
+def described_files(files: Sequence[Path], progress: Report) -> list[dict[str, Any]]:
+    """Name, size and SHA-256 of every file."""
+    sizes = [file.stat().st_size for file in files]
+    total, done, found = max(1, sum(sizes)), 0, []
+    for file, size in zip(files, sizes, strict=True):
+        digest = hashlib.sha256()
+        with file.open("rb") as stream:
+            while piece := stream.read(_PIECE):
+                digest.update(piece)
+                done += len(piece)
+                progress("hashing the model", min(1.0, done / total))
+        found.append({"file": file.name, "bytes": size, "sha256": digest.hexdigest()})
+    return found
+
+
+def _files_of(model: str, progress: Report) -> Sequence[Path]:
+    from jaxdecode.checkpoint import _find as find
+    from jaxdecode.checkpoint.catalogue import TOY
+
+    return [] if model == TOY else find(model, progress).files
