@@ -266,6 +266,8 @@ def test_smollm2_bfloat16_is_the_gguf_within_its_rounding(smollm2: tuple[Loaded,
         got = greedy_logits(again, 1)[0]
         spread = exact.std(axis=1, keepdims=True)
         assert float(np.max(np.abs(got - exact) / spread)) < 0.25  # 30 layers that round to 2^-8
-        np.testing.assert_array_equal(got.argmax(1), exact.argmax(1))
+        clear = np.array([golden["top2_gap"][0] > 0.5 for golden in GREEDY])  # not tossed up by the rounding
+        assert clear.sum() == 2
+        np.testing.assert_array_equal(got.argmax(1)[clear], exact.argmax(1)[clear])
     finally:
         shutil.rmtree(folder / "model")

@@ -154,9 +154,10 @@ def test_help_names_every_command_and_its_own_loop_knows_them(model: str) -> Non
     assert chat(model, "/help").out == event["message"] + "\n"
 
 
-def test_quit_ends_and_two_slashes_send_one(model: str) -> None:
-    (event,) = told(model, "//help me", "/quit", "the")
-    assert event["tokens"] == scratch(model, [user("/help me")])[0]
+@pytest.mark.parametrize("text", [" /help me", "// a comment", "/usr/bin is a folder", "/", "/2"])
+def test_what_only_looks_like_a_command_is_a_message_and_quit_ends(model: str, text: str) -> None:
+    (event,) = told(model, text, "/Quit", "the")
+    assert event["tokens"] == scratch(model, [user(text)])[0]
 
 
 def test_a_saved_conversation_goes_on_as_if_it_had_never_stopped(model: str, tmp_path: Path) -> None:
@@ -345,7 +346,7 @@ def test_at_a_terminal_errors_are_told_and_the_chat_goes_on(model: str, capsys: 
 
     assert loop.run(read) == 0
     out, err = capsys.readouterr()
-    assert err == "/hello: no such command; /help lists them, and // starts a message with a slash\n"
+    assert err == "/hello: no such command; /help lists them, and a space in front makes it a message\n"
     assert "Ctrl-D ends" in out
     assert len(loop.conversation.messages) == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,8 +45,9 @@ COMMANDS = {
 }
 HINTS = """\
 Ctrl-C stops a reply and keeps what is there. A pasted text is one message, its lines and all.
-A message that starts with a slash is written with two: //etc is a folder.
+A space in front of a command's name makes it a message.
 """
+_COMMAND = re.compile(r"/[A-Za-z]+(\s|$)")  # so paths and comments in pasted code are messages
 
 
 class ChatLoop:
@@ -63,7 +65,7 @@ class ChatLoop:
         while True:
             try:
                 line = read()
-                if line is None or line.strip() == "/quit":
+                if line is None or line.strip().lower() == "/quit":
                     if line is None and self.interactive:
                         typer.echo()
                     return 0
@@ -84,16 +86,14 @@ class ChatLoop:
         """Do what ``line`` says. Returns how the reply ended, if there was one. ValueError, OSError: bad input."""
         if not line.strip():
             return None
-        if line.startswith("/") and not line.startswith("//"):
-            return self.command(line)
-        return self.answer(line[1:] if line.startswith("//") else line)
+        return self.command(line) if _COMMAND.match(line) else self.answer(line)
 
     def command(self, line: str) -> str | None:
         """A line that starts with a slash."""
         name, rest = (*line.split(maxsplit=1), "")[:2]
         name, rest = name.lower(), rest.strip()
         if name not in COMMANDS:
-            raise ValueError(f"{name}: no such command; /help lists them, and // starts a message with a slash")
+            raise ValueError(f"{name}: no such command; /help lists them, and a space in front makes it a message")
         needed = COMMANDS[name].argument
         if (rest and not needed) or (not rest and needed[:1] not in ("", "[")):
             raise ValueError(f"{name}: expected {needed or 'nothing after it'}, got {rest or 'nothing'}")
