@@ -141,7 +141,8 @@ class Generated:
         """Output ids of every row, the end token included; a list of K such lists per prompt if there is an axis K."""
         tokens, length = np.asarray(self.tokens), np.asarray(self.length)
         rows = [
-            row[:n].tolist() for row, n in zip(tokens.reshape(-1, tokens.shape[-1]), length.reshape(-1), strict=True)
+            row[:n].tolist()
+            for row, n in zip(tokens.reshape(length.size, tokens.shape[-1]), length.reshape(-1), strict=True)
         ]
         if tokens.ndim == 2:
             return rows

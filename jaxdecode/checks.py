@@ -41,7 +41,7 @@ def _setting(value: Any, what: str, expected: str) -> np.ndarray:
         array = np.asarray(value)
     except ValueError:  # ragged
         array = np.asarray(None)
-    numeric = array.dtype != np.bool_ and np.issubdtype(array.dtype, np.number) and not np.iscomplexobj(array)
+    numeric = array.dtype != np.bool_ and jnp.issubdtype(array.dtype, jnp.number) and not np.iscomplexobj(array)
     require(numeric, what, expected, value)
     require(array.ndim <= 1, what, "a number or an array [B]", f"shape {array.shape}")
     return array

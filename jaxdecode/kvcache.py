@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdecode import base
+from jaxdecode import base, checks
 
 __all__ = [
     "KVCache",
@@ -294,7 +294,7 @@ def share(cache: Any, max_len: int, size: int | None = None) -> Any:
     """Every KV node's tail becomes a shared segment, followed by an empty tail of ``max_len`` slots.
 
     ``repeat_rows`` then forks each row without copying what it has seen. ``size`` keeps the first slots only (they must
-    hold every row). ValueError beyond two levels, or where the pytree holds anything but KV nodes.
+    hold every row). ValueError if they don't, beyond two levels, or where the pytree holds anything but KV nodes.
     """
     _only_caches(cache, "share")
 
@@ -304,6 +304,8 @@ def share(cache: Any, max_len: int, size: int | None = None) -> Any:
         k = node.layers[0].k
         empty = create(len(node.layers), k.shape[0], k.shape[1], k.shape[2], max_len, k.dtype)
         rows = jnp.arange(k.shape[0], dtype=jnp.int32)
+        held = int(np.max(node.length)) if checks.is_concrete(node.length) else 0
+        checks.require(size is None or held <= size, "share", f"tails of at most size = {size} tokens", held)
         kept = tuple(Layer(layer.k[..., :size], layer.v[..., :size, :]) for layer in node.layers)
         return KVCache(empty.layers, empty.length, (*node.shared, Segment(kept, rows, node.length, 1)))
 

@@ -267,3 +267,11 @@ def test_a_step_never_makes_a_copy_of_a_shared_segment_for_every_row() -> None:
     program = call.lower(*shared_and_forked(256, None, 16)).compile().as_text()
     copies = sorted((32, KV, HEAD, 256))
     assert [x for x in result_shapes(program) if sorted(x) == copies] == []
+
+
+def test_share_refuses_to_lose_tokens() -> None:
+    cache, history = empty(2, 8)
+    cache = feed(cache, history, np.random.default_rng(8), [3, 2])
+    assert kvcache.share(cache, 4, 3).shared[0].visible.tolist() == [3, 2]
+    with pytest.raises(ValueError, match="share: expected tails of at most size = 2 tokens, got 3"):
+        kvcache.share(cache, 4, 2)

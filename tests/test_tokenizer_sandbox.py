@@ -102,6 +102,7 @@ IDIOMS = r"""
 {{ 'ab' * 3 }}
 
 {% for i in range(3) %}{% for j in range(1, 6, 2) %}{{ i * j }} {% endfor %}{% endfor %}{{ range(4) | list }}
+{{ range(9)[2:4] | list }}
 
 {% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{% if m.role == 'user' %}{% continue %}
 {% endif %}{{ m.role }}{{ loop.previtem is defined }}{% endfor %}
@@ -164,6 +165,16 @@ ENDLESS = {
     "nested loops": "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
     "a long range": "{% for i in range(10 ** 12) %}x{% endfor %}",
     "a long list": "{{ range(10 ** 12) | list }}",
+    "a long range looked through": "{{ 'x' in range(10 ** 12) }}",
+    "a long range tested": "{{ 'x' is in range(10 ** 12) }}",
+    "the largest of a long range": "{{ range(10 ** 12) | max }}",
+    "a long range spread out": "{{ dict(*range(10 ** 12)) }}",
+    "a text spread out": "{% macro f() %}{{ varargs | length }}{% endmacro %}{{ f(*('日' * 9999999)) }}",
+    "a text sorted": "{{ ('日' * 9999999) | sort | length }}",
+    "a text joined": "{{ ''.join('日' * 9999999) | length }}",
+    "a text listed": "{{ ('日' * 9999999) | list | length }}",
+    "a text of many words": "{{ ('a ' * 4999999) | title | length }}",
+    "a text of many lines": "{{ ('a\n' * 4999999) | indent | length }}",
     "~ that doubles": TEXTS.replace("%s", "ns.a ~ ns.a"),
     "+ that doubles": TEXTS.replace("%s", "ns.a + ns.a"),
     "output that doubles": TEXTS.replace("%s", "d(ns.a)") + "{% macro d(s) %}{{ s }}{{ s }}{% endmacro %}",
@@ -300,6 +311,12 @@ def test_the_budget_grows_with_the_chat() -> None:
         "{% for m in messages %}{{ m.content | trim | upper | replace('W', 'w') }}{% endfor %}", messages=long
     )
     assert len(text) == 400 * 9999
+
+
+def test_asking_a_long_content_for_its_length_is_free() -> None:
+    long = [{"role": "user", "content": "x" * 3_000_000}]
+    asks = "{% if messages[0].content | length > 0 and messages[0].content != '' and 'y' not in messages[0].content %}"
+    assert render("{% for i in range(9) %}" + asks + "1{% endif %}{% endfor %}", messages=long) == "1" * 9
 
 
 def test_there_is_no_budget_outside_a_rendering() -> None:

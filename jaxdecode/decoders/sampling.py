@@ -105,7 +105,7 @@ def _init(
         processed_logprob=zeros,
         margin=infinite,
         set_margin=infinite,
-        top_ids=jnp.zeros((batch, max_new_tokens, top), jnp.int32) if top else None,
+        top_ids=jnp.full((batch, max_new_tokens, top), -1, jnp.int32) if top else None,
         top_logprobs=jnp.zeros((batch, max_new_tokens, top), spec.dtype) if top else None,
     )
 
@@ -249,12 +249,12 @@ def _finish(state: SamplingState) -> Generated:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def _decoder(model: Model, all_greedy: bool, top_logprobs: int) -> Decoder:
     init, step = functools.partial(_init, model, top_logprobs), functools.partial(_step, model, all_greedy)
     return Decoder(init, step, _finish)
 
 
-@functools.lru_cache(maxsize=256)
 def greedy(model: Model, *, top_logprobs: int = 0) -> Decoder:
     """Every row takes the arg max of its processed logits (lowest id of equals), whatever its temperature.
 
@@ -263,7 +263,6 @@ def greedy(model: Model, *, top_logprobs: int = 0) -> Decoder:
     return _decoder(model, True, top_logprobs)
 
 
-@functools.lru_cache(maxsize=256)
 def sample(model: Model, *, top_logprobs: int = 0) -> Decoder:
     """Rows draw from their processed law by one uniform number each; rows of ``Rules.greedy`` take the arg max.
 

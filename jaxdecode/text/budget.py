@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 _STEPS, _CHARS = 250_000, 16_000_000  # a template's own; real ones take some thousands of each
-_STEPS_PER_VALUE, _STEPS_PER_CHAR, _CHARS_PER_CHAR = 64, 1, 64  # and more for every value and character of a chat
+_STEPS_PER_VALUE, _STEPS_PER_CHAR, _CHARS_PER_CHAR = 64, 1, 32  # and more for every value and character of a chat
 _MAX_BITS = 4096  # of a whole number
 _COPIED = 8  # items of a list that are copied for one step
 _SCANNED = 16  # characters that are looked through for one that is written
 
 _SEQUENCES = (list, tuple, KeysView, ItemsView, ValuesView)
-_LEAVES = (int, float, range, type(None))
+_LEAVES = (int, float, type(None))
 
 
 class Exhausted(Exception):
@@ -99,7 +99,7 @@ def weigh(value: Any) -> None:
 
 def listed(value: Any) -> Any:
     """``value`` to iterate over, paid for: one step an item. Generators become lists."""
-    if isinstance(value, (str, range, Mapping, *_SEQUENCES)):
+    if isinstance(value, (str, Mapping, *_SEQUENCES)):
         pay(len(value))
         return value
     if not isinstance(value, Iterable):
@@ -206,6 +206,7 @@ def _split_lines(text: str, args: tuple[Any, ...]) -> None:
 
 def _join(text: str, args: tuple[Any, ...]) -> None:
     for arg in args:
+        listed(arg)
         weigh(arg)
         pay(1, len(text) * len(arg))
 

@@ -39,10 +39,11 @@ _NAMES = "Name NSRef Const Tuple List Dict Pair Keyword Getattr Getitem Slice Ca
 _OPERATORS = "Add Sub Mul Div FloorDiv Mod Pow Concat And Or Not Neg Pos Compare Operand CondExpr"
 _NODES = frozenset(f"{_STATEMENTS} {_NAMES} {_OPERATORS}".split())
 
-# Filters and tests by what they do to their arguments: touch the items of a list, or go all through them.
-_SHALLOW_FILTERS = "count first items last length list map reject rejectattr reverse select selectattr"
-_DEEP_FILTERS = "capitalize dictsort float int lower max min sort string title trim unique upper"
-_FREE_FILTERS = "d default"
+# Filters and tests by what they do to their arguments: touch the items of a list, go all through them, both, neither.
+_SHALLOW_FILTERS = "items list map reject rejectattr reverse select selectattr"
+_DEEP_FILTERS = "capitalize dictsort float int lower string trim upper"
+_ORDERING_FILTERS = "max min sort title unique"
+_FREE_FILTERS = "count d default first last length"
 _FREE_TESTS = "boolean defined false float integer iterable mapping none number sequence string true undefined"
 _DEEP_TESTS = "== != < <= > >= eq equalto ne lt le gt ge lessthan greaterthan in lower upper"
 
@@ -167,6 +168,9 @@ def _rewritten(environment: Any, tree: Any) -> Any:
             if type(node).__name__ not in _NODES:
                 raise SecurityError(f"expected a template that stands alone, got {type(node).__name__.lower()}")
             node = super().generic_visit(node, *args, **kwargs)
+            for more in ("dyn_args", "dyn_kwargs"):  # what a call spreads out
+                if getattr(node, more, None) is not None:
+                    setattr(node, more, through(".listed", getattr(node, more)))
             if isinstance(node, nodes.For):
                 node.iter = through(".listed", node.iter)
             elif isinstance(node, nodes.TemplateData):
@@ -189,6 +193,7 @@ def _rewritten(environment: Any, tree: Any) -> Any:
 def _filters(jinja: dict[str, Any]) -> dict[str, Any]:
     found = {name: _guarded(jinja[name], budget.listed) for name in _SHALLOW_FILTERS.split()}
     found |= {name: _guarded(jinja[name], budget.weigh) for name in _DEEP_FILTERS.split()}
+    found |= {name: _guarded(jinja[name], budget.listed, budget.weigh) for name in _ORDERING_FILTERS.split()}
     found |= {name: _guarded(jinja[name]) for name in _FREE_FILTERS.split()}
     found |= {"tojson": _to_json, "replace": _replace, "indent": _indent, "round": _round, "abs": _abs, "safe": _same}
     found |= {"join": _join}
@@ -209,17 +214,18 @@ def _tests(jinja: dict[str, Any]) -> dict[str, Any]:
     return found | {"odd": _odd, "even": _even, "divisibleby": _divisible}
 
 
-def _guarded(function: Any, price: Callable[[Any], Any] | None = None) -> Any:
-    """A filter or test of Jinja's behind a price for its arguments; what it makes lazily becomes a list."""
+def _guarded(function: Any, *prices: Callable[[Any], Any]) -> Any:
+    """A filter or test of Jinja's behind prices: ``listed`` for its first argument, others for all of them.
+
+    What it makes lazily becomes a list.
+    """
     first = 1 if hasattr(function, "jinja_pass_arg") else 0  # it is handed the environment, or the like, before them
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         budget.pay()
-        if price is budget.listed:
-            args = (*args[:first], budget.listed(args[first]), *args[first + 1 :])
-        elif price is not None:
-            for value in (*args[first:], *kwargs.values()):
+        for price in prices:
+            for value in args[first : first + 1] if price is budget.listed else (*args[first:], *kwargs.values()):
                 price(value)
         result = function(*args, **kwargs)
         return budget.listed(result) if isinstance(result, Iterator) else budget.made(result)
@@ -271,8 +277,10 @@ def _join(value: Any, d: Any = "", attribute: str | int | None = None) -> str:
 
 def _indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     budget.weigh((value, width))
-    lines = str(value).splitlines()
-    budget.pay(1 + len(lines), len(lines) * (len(width) if isinstance(width, str) else width))
+    text = str(value)
+    budget.pay_method(text, "splitlines", (), {})
+    lines = text.splitlines()
+    budget.pay(1, len(lines) * (len(width) if isinstance(width, str) else width))
     space = width if isinstance(width, str) else " " * width
     shifted = [space + line if (line or blank) and (i or first) else line for i, line in enumerate(lines)]
     return "\n".join(shifted)
@@ -307,8 +315,10 @@ def _divisible(value: int, by: int) -> bool:
     return _whole(value) % _whole(by) == 0
 
 
-def _range(*args: int) -> range:
-    return range(*(_whole(arg) for arg in args))
+def _range(*args: int) -> list[int]:
+    numbers = range(*(_whole(arg) for arg in args))
+    budget.pay(len(numbers))
+    return list(numbers)
 
 
 def _refuse(message: str) -> NoReturn:
