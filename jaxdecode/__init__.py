@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         repeat_rows,
         take_rows,
     )
-    from jaxdecode.checkpoint import Loaded, load
+    from jaxdecode.checkpoint import Loaded, load, save
     from jaxdecode.decoders import greedy, sample
     from jaxdecode.generation import Settings, generate
     from jaxdecode.loop import run, run_until_done, stream
@@ -54,6 +54,7 @@ __all__ = [
     "run",
     "run_until_done",
     "sample",
+    "save",
     "stream",
     "take_rows",
     "temperature",
@@ -65,7 +66,7 @@ __all__ = [
 # Where each name lives. It is imported when first used, so that `jaxdecode --help` and the version cost no jax.
 _HOME = {
     "base": "Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows",
-    "checkpoint": "Loaded load",
+    "checkpoint": "Loaded load save",
     "decoders": "greedy sample",
     "generation": "Settings generate",
     "loop": "run run_until_done stream",

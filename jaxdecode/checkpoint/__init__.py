@@ -30,7 +30,7 @@ from jaxdecode.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jaxdecode.generation import Settings
 
-__all__ = ["CATALOGUE", "Loaded", "load", "save"]
+__all__ = ["CATALOGUE", "Loaded", "Source", "find", "load", "save"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -78,7 +78,7 @@ def load(source: str | os.PathLike[str], *, dtype: DTypeLike = "float32", progre
     if source == TOY:
         return _toy(kind)
     progress = progress or (lambda text, fraction: None)
-    return _transformer(_find(source, progress), kind, progress)
+    return _transformer(find(source, progress), kind, progress)
 
 
 def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
@@ -91,7 +91,7 @@ def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
     return kind
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
     """A checkpoint on disk: where, the files whose change changes it, and how to read it."""
 
     path: Path
@@ -99,18 +99,19 @@ class _Source(NamedTuple):
     read: Callable[[Path], Checkpoint]
 
 
-def _find(source: str | os.PathLike[str], progress: Progress) -> _Source:
+def find(source: str | os.PathLike[str], progress: Progress) -> Source:
+    """Where a source of ``load`` (but "toy") lies, downloaded if it is not here; the errors are those of ``load``."""
     from jaxdecode.checkpoint.gguf_llama import part_paths, read_llama_gguf
 
     if isinstance(source, str) and source in CATALOGUE:
         path = CATALOGUE[source].fetch(progress)
-        return _Source(path, [path], read_llama_gguf)
+        return Source(path, [path], read_llama_gguf)
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             got = "a folder" if path.is_dir() else "nothing there"
             raise FileNotFoundError(f"{path}: expected a .gguf file, got {got}")
-        return _Source(path, [part for part in part_paths(path) if part.is_file()], read_llama_gguf)
+        return Source(path, [part for part in part_paths(path) if part.is_file()], read_llama_gguf)
     if path.is_dir():
         return _directory(path)
     if isinstance(source, str):
@@ -123,20 +124,20 @@ def _find(source: str | os.PathLike[str], progress: Progress) -> _Source:
     raise ValueError(f"model: expected {expected}, got {str(source)!r}")
 
 
-def _directory(folder: Path) -> _Source:
+def _directory(folder: Path) -> Source:
     from jaxdecode.checkpoint.hf_llama import read_llama_directory, source_files
 
-    return _Source(folder, source_files(folder), read_llama_directory)
+    return Source(folder, source_files(folder), read_llama_directory)
 
 
-def _transformer(source: _Source, dtype: np.dtype[Any], progress: Progress) -> Loaded:
+def _transformer(source: Source, dtype: np.dtype[Any], progress: Progress) -> Loaded:
     from jaxdecode.models.transformer import transformer
 
     copy = _copy(source, dtype, progress)
     return Loaded(transformer(copy.config), copy.params, copy.tokenizer, copy.config, copy.generation)
 
 
-def _copy(source: _Source, dtype: np.dtype[Any], progress: Progress) -> Copy:
+def _copy(source: Source, dtype: np.dtype[Any], progress: Progress) -> Copy:
     """The converted copy, made first if it is not there; in memory alone if the cache cannot be written."""
     folder = converted.copy_folder(source.path, source.files, dtype)
     if (copy := converted.read_copy(folder)) is not None:

@@ -41,7 +41,7 @@ def run(model: str, *, dtype: str, json: bool) -> int:
 
 def describe(source: str, dtype: str, progress: Callable[..., None]) -> dict[str, Any]:
     """Everything the command tells, as JSON. ValueError, OSError, ImportError: no such model, or a damaged one."""
-    from jaxdecode.checkpoint import _find as find
+    from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
 
     if source == TOY:

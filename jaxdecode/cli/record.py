@@ -83,7 +83,7 @@ def described_files(files: Sequence[Path], progress: Report) -> list[dict[str, A
 
 
 def _files_of(model: str, progress: Report) -> Sequence[Path]:
-    from jaxdecode.checkpoint import _find as find
+    from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
 
     return [] if model == TOY else find(model, progress).files
