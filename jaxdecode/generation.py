@@ -14,7 +14,7 @@ import numpy as np
 from jaxdecode import checks, kvcache, transforms
 from jaxdecode import keys as keys_
 from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, Shared, repeat_rows
-from jaxdecode.decoders import sample
+from jaxdecode.decoders import common, sample
 from jaxdecode.loop import run_until_done
 from jaxdecode.transforms import LogitsTransform
 
@@ -144,13 +144,16 @@ def _eos(eos: Any, batch_size: int, vocab_size: int) -> Any:
 def _stop(stop: Any, batch_size: int, vocab_size: int) -> Any:
     checks.require(checks.is_concrete(stop), "stop", "concrete sequences", "a traced array")
     expected = f"token sequences, or {batch_size} lists of them"
-    try:
-        rows = [[list(s) for s in [r]] if not any(np.ndim(t) for t in r) else [list(s) for s in r] for r in stop]
-        flat = all(not any(np.ndim(t) for t in r) for r in stop)
+    try:  # a bare sequence of ids, a list of sequences, or an empty list, which is either
+        bare = [len(r) > 0 and not any(np.ndim(t) for t in r) for r in stop]
+        nested = [len(r) > 0 and all(np.ndim(t) for t in r) for r in stop]
     except TypeError:
         raise ValueError(f"stop: expected {expected}, got {checks.shorten(stop)}") from None
-    checks.require(not any(isinstance(r, str) for r in stop), "stop", expected, stop)
-    per_row = [[s for r in rows for s in r]] * batch_size if flat else rows
+    clear = all(b or n or len(r) == 0 for b, n, r in zip(bare, nested, stop, strict=True))
+    one_kind = not (any(bare) and any(nested)) and not any(isinstance(r, str) for r in stop)
+    checks.require(clear and one_kind, "stop", expected, stop)
+    rows = [list(r) for r in stop]
+    per_row = [rows] * batch_size if any(bare) or not rows else rows
     checks.require(len(per_row) == batch_size, "stop", expected, len(per_row))
     n = max((len(r) for r in per_row), default=0)
     longest = max((len(s) for r in per_row for s in r), default=0)
@@ -324,11 +327,8 @@ def _prepare(
 
 
 def _vocab_size(model: Model, params: Params) -> int:
-    def probe(params: Params) -> jax.Array:
-        token = jnp.zeros((1, 1), jnp.int32)
-        return model.apply(params, token, model.init_cache(params, 1, 1), logits_at=token)[0]
-
-    return int(jax.eval_shape(probe, params).shape[-1])
+    cache = jax.eval_shape(lambda p: model.init_cache(p, 1, 1), params)
+    return int(common.logits_spec(model, params, cache).shape[-1])
 
 
 def generate(
