@@ -46,7 +46,8 @@ def _same_state(params: Any, state: State, token: jax.Array, logprob: jax.Array)
 class LogitsTransform:
     """A change of the next-token logits: numbers in ``params`` (rows first), behaviour in module-level functions.
 
-    kind: 'score' changes values, 'mask' only sets -inf (constraints, bans), 'filter' cuts the law and is skipped by
+    kind: 'score' changes values, 'scale' multiplies all of them (temperature; skipped by greedy rows, whose margins are
+    in logits before it), 'mask' only sets -inf (constraints, bans), 'filter' cuts the law and is skipped by
     greedy rows. ``apply_fn(params, logits[B,V], ctx, state) -> logits``; ``init_fn(params, ctx) -> state``;
     ``advance_fn(params, state, token[B], logprob[B]) -> state``; ``margin_fn(params, before, after, ctx, state) ->
     (token[B], set[B])`` says how far a filter is from deciding otherwise; without one a filter's margins are NaN
@@ -55,7 +56,7 @@ class LogitsTransform:
     """
 
     params: Any
-    kind: Literal["score", "mask", "filter", "chain"] = dataclasses.field(metadata={"static": True})
+    kind: Literal["score", "scale", "mask", "filter", "chain"] = dataclasses.field(metadata={"static": True})
     apply_fn: Callable[..., jax.Array] = dataclasses.field(metadata={"static": True})
     init_fn: Callable[..., State] = dataclasses.field(default=_no_state, metadata={"static": True})
     advance_fn: Callable[..., State] = dataclasses.field(default=_same_state, metadata={"static": True})
@@ -205,7 +206,10 @@ def process(
             carry = jax.lax.cond(jnp.all(greedy), lambda c: c, cut, carry)
         else:
             token, held = t.margin(carry[0], carry[0], ctx, s)
-            carry = (t.apply(carry[0], ctx, s), jnp.minimum(carry[1], token), jnp.minimum(carry[2], held))
+            after = t.apply(carry[0], ctx, s)
+            if t.kind == "scale":
+                after = jnp.where(greedy[:, None], carry[0], after)
+            carry = (after, jnp.minimum(carry[1], token), jnp.minimum(carry[2], held))
     return Processed(carry[0], _scores(parts, logits, ctx, states), carry[1], carry[2])
 
 
@@ -214,7 +218,7 @@ def _scores(
 ) -> jax.Array:
     """Scores alone; computed only where a strategy reads them (XLA drops an unused result)."""
     for t, s in zip(parts, states, strict=True):
-        if t.kind == "score":
+        if t.kind in ("score", "scale"):
             logits = t.apply(logits, ctx, s)
     return logits
 

@@ -29,6 +29,14 @@ def _temperature(tau: jax.Array, logits: jax.Array, ctx: Context, state: State) 
     return select.rescale(logits, _setting(tau, logits))
 
 
+def _temperature_margin(
+    tau: jax.Array, before: jax.Array, after: jax.Array, ctx: Context, state: State
+) -> tuple[jax.Array, jax.Array]:
+    """Scaling decides nothing; the mask of temperature 0 does, by a gap that nobody has measured here: unknown."""
+    margin = jnp.where(_setting(tau, before) == 0, jnp.nan, jnp.inf).astype(before.dtype)
+    return margin, margin
+
+
 def temperature(tau: Any) -> LogitsTransform:
     """Divide by ``tau`` > 0, as ``(z - max z) / tau``; ``tau = 0`` masks all but the arg max (lowest id of equals).
 
@@ -44,7 +52,7 @@ def temperature(tau: Any) -> LogitsTransform:
         "temperature",
         "0 or a finite number in float32's normal range",
     )
-    return LogitsTransform(tau, "score", _temperature)
+    return LogitsTransform(tau, "scale", _temperature, margin_fn=_temperature_margin)
 
 
 def _top_k(k: jax.Array, logits: jax.Array, ctx: Context, state: State) -> jax.Array:
@@ -99,7 +107,8 @@ def _top_p_margin(
     half = (last - jnp.exp(removed - top) / total) / 2
     cut = jnp.minimum(margin, jnp.minimum(mass - p, half))
     margin = jnp.maximum(jnp.where(jnp.isneginf(removed), margin, cut), 0)
-    margin = jnp.where(p >= 1, jnp.inf, margin)
+    alone = jnp.sum(before > -jnp.inf, axis=-1, dtype=jnp.int32) <= 1
+    margin = jnp.where((p >= 1) | alone, jnp.inf, margin)
     return margin, margin
 
 
