@@ -226,7 +226,7 @@ def test_a_decoder_checks_what_it_is_given(name: str) -> None:
 
 def test_a_model_that_breaks_the_contract_is_named() -> None:
     flat = jaxdecode.Model(MODEL.init_cache, lambda *a, **k: (MODEL.apply(*a, **k)[0][:, 0], a[2]))
-    with pytest.raises(ValueError, match=r"model.apply logits: expected floating \[2, 1, V\], got"):
+    with pytest.raises(ValueError, match=r"model.apply logits: expected floating \[1, 1, V\], got"):
         generate(flat, TABLE, TWO, settings=Settings(max_new_tokens=1, temperature=0))
 
 
