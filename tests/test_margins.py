@@ -273,6 +273,14 @@ def test_S6_5_temperature_zero_as_a_transform_does_not_promise_everything() -> N
     assert not (out.set_margin > 0.0021).any()
 
 
+def test_S6_5_greedy_rows_skip_temperature_zero_and_keep_their_margin() -> None:
+    table = jnp.array([[0.0, 0.5, 2.0], [1.0, 0.0, -3.0]])
+    options = Settings(max_new_tokens=1, temperature=0)
+    out = generate(markov_model(), table, [[0], [1]], settings=options, transform=temperature(0.0))
+    np.testing.assert_allclose(out.margin[:, 0], [1.5, 1.0], rtol=1e-6)
+    assert (np.asarray(out.set_margin) == INF).all()
+
+
 def _drop_last(params: Any, logits: jax.Array, ctx: Context, state: Any) -> jax.Array:
     return logits.at[:, -1].set(-jnp.inf)
 

@@ -207,8 +207,9 @@ def process(
         else:
             token, held = t.margin(carry[0], carry[0], ctx, s)
             after = t.apply(carry[0], ctx, s)
-            if t.kind == "scale":
+            if t.kind == "scale":  # greedy rows skip it, and what it does not know
                 after = jnp.where(greedy[:, None], carry[0], after)
+                token, held = (jnp.where(greedy, jnp.inf, x) for x in (token, held))
             carry = (after, jnp.minimum(carry[1], token), jnp.minimum(carry[2], held))
     return Processed(carry[0], _scores(parts, logits, ctx, states), carry[1], carry[2])
 
