@@ -114,8 +114,7 @@ def measure(
         return taken
 
     progress("warming up")
-    for _ in range(2):
-        seconds(1)
+    seconds(1)
     pairs = []
     for i in range(runs):
         progress(f"run {i + 1} of {runs}")
