@@ -53,11 +53,7 @@ def numpy_seconds(config: TransformerConfig, params: Params, batch: int, *, runs
 
     ValueError unless every matrix is float32: NumPy has fast products for nothing smaller.
     """
-    layers = [layer[name] for layer in params["layers"] for name in ("qkv", "out", "gate_up", "down")]
-    leaves = [*layers, params["embed"] if config.tied else params["head"]]
-    kinds = sorted({leaf.dtype.name if isinstance(leaf, jax.Array) else type(leaf).__name__ for leaf in leaves})
-    require(kinds == ["float32"], "the floor by NumPy", "float32 weights", ", ".join(kinds))
-    matrices = [np.asarray(leaf) for leaf in leaves]
+    matrices = _matrices(config, params)
     rng = np.random.default_rng(0)
     inputs = {k: rng.standard_normal((k, batch), np.float32) for k in {w.shape[1] for w in matrices}}
 
@@ -66,3 +62,12 @@ def numpy_seconds(config: TransformerConfig, params: Params, batch: int, *, runs
             w @ inputs[w.shape[1]]
 
     return median_seconds(step, runs)
+
+
+def _matrices(config: TransformerConfig, params: Params) -> list[np.ndarray]:
+    """What a step multiplies by, layer by layer, then the head: [outputs, inputs]."""
+    layers = [layer[name] for layer in params["layers"] for name in ("qkv", "out", "gate_up", "down")]
+    leaves = [*layers, params["embed"] if config.tied else params["head"]]
+    kinds = sorted({leaf.dtype.name if isinstance(leaf, jax.Array) else type(leaf).__name__ for leaf in leaves})
+    require(kinds == ["float32"], "the floor by NumPy", "float32 weights", ", ".join(kinds))
+    return [np.asarray(leaf) for leaf in leaves]

@@ -103,7 +103,7 @@ def measured(setup: Setup, rows: Sequence[Row], rounds: int, peers: dict[str, st
     runs, figures, seconds = runs_of(rows), Figures(), dict[str, float]()
     reasons: dict[tuple[str, str], str] = {}
     for index in range(rounds):
-        now = [run for run in runs if index < rounds_of(run[1], rounds)]
+        now = [run for run in runs if index < rounds_of(*run, rounds)]
         now = now if index % 2 == 0 else now[::-1]
         for number, (participant, work) in enumerate(now):
             _say(f"round {index + 1} of {rounds}, {number + 1} of {len(now)}: {participant} {work}")
@@ -128,16 +128,19 @@ def measured(setup: Setup, rows: Sequence[Row], rounds: int, peers: dict[str, st
     return seconds, figures
 
 
-def rounds_of(work: str, rounds: int) -> int:
-    """How many of the rounds a work takes part in: half of them if it is slow, or takes its own median."""
-    slow = work.endswith("-32") or (work.startswith("prefill") and work.endswith("-4"))
-    return (rounds + 1) // 2 if slow or work in ("second-process", "memory", "sampling", "context-8") else rounds
+ONCE = ("top-p", "cache", "context", "sampling", "second-process", "memory")  # have their own ratio or median
+SLOW = ("greedy-32", "int8-32", "prefill-4", "prefill-int8-4")
+
+
+def rounds_of(participant: str, work: str, rounds: int) -> int:
+    """How many of the rounds a run takes part in: half of them if it is slow, or compares within itself."""
+    return (rounds + 1) // 2 if work.startswith(ONCE) or work in SLOW or participant == "newest" else rounds
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
     """The rows as a Markdown table."""
     lines = [["row", "work", "measured", "bar", "aim", "result"]]
-    for row, value, result, note in verdicts:
+    for row, value, result, missing in verdicts:
         sign = "<=" if row.at_most else ">="
         lines.append(
             [
@@ -146,7 +149,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
                 "-" if value is None else _number(value, row.unit),
                 f"{sign} {row.bar:g}{_unit(row.unit)}",
                 "" if row.aim is None else f"{row.aim:g}{_unit(row.unit)}",
-                result + (f" (without {note})" if note else ""),
+                result if value is None or not missing else f"{result}, without {', '.join(missing)}",
             ]
         )
     return markdown(lines)
@@ -167,13 +170,16 @@ def _number(value: float, unit: str) -> str:
 
 
 def sources(figures: Figures) -> str:
-    """What the rows are made of: tokens per second of every run, by work."""
-    lines = [["participant", "work", "tokens/s in each round"]]
+    """What the rows are made of: tokens per second of every run in each round, and why a run gave none."""
+    lines, reasons = [["participant", "work", "tokens/s in each round"]], {}
     for name, values in figures.items():
         participant, work, field = name.split("/")
-        if field == "tokens_per_second" and isinstance(values, list):
+        if isinstance(values, str):
+            reasons[f"{participant} {work}"] = values
+        elif field == "tokens_per_second":
             lines.append([participant, work, ", ".join(f"{value:.1f}" for value in values)])
-    return markdown(lines)
+    told = "".join(f"not measured: {run}: {reason}\n" for run, reason in reasons.items())
+    return markdown(lines) + (f"\n{told}" if told else "")
 
 
 def _told(versions: dict[str, Any]) -> str:
@@ -198,9 +204,9 @@ def _report(
             "aim": row.aim,
             "at_most": row.at_most,
             "result": result,
-            "without": note,
+            "missing": missing,
         }
-        for row, value, result, note in verdicts
+        for row, value, result, missing in verdicts
     ]
     about = {"format": "jaxdecode-bench-peers", "version": 1, "date": date.today().isoformat(), "model": asked.model}
     return {

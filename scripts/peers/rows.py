@@ -16,7 +16,7 @@ Figures = dict[str, list[float] | str]
 class Row(NamedTuple):
     """The best of ``above``, over the best of ``below`` if there is any, against ``bar``: at least, or at most.
 
-    optional: figures among these that may be missing while others are there. default: whether it is measured unasked.
+    Figures may be missing as long as one is there. default: whether it is measured unasked.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Row(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """measured: None with the reason as ``result``, else ``result`` is "pass" or "falls short"."""
+    """result: "pass", "falls short" or "not measured"; missing: the runs without which it was found, or not."""
 
     row: Row
     measured: float | None
     result: str
-    note: str = ""
+    missing: list[str]
 
 
 def _speed(participant: str, *works: str) -> list[str]:
@@ -219,26 +219,18 @@ def _kind(work: str) -> str:
 def judge(row: Row, figures: Figures) -> Verdict:
     """A row against its bar. Ratios are taken round by round, and their median counts."""
     above, missing = _best(row.above, figures)
-    if above is None:
-        return Verdict(row, None, f"not measured ({missing})")
-    if row.below:
-        below, lacks = _best(row.below, figures)
-        if below is None:
-            return Verdict(row, None, f"not measured ({lacks})")
-        missing = "; ".join(filter(None, (missing, lacks)))
-        values = [a / b for a, b in zip(above, below, strict=False)]
-    else:
-        values = above
+    below, lacking = _best(row.below, figures)
+    missing = sorted({*missing, *lacking})
+    if above is None or (row.below and below is None):
+        return Verdict(row, None, "not measured", missing)
+    values = above if below is None else [a / b for a, b in zip(above, below, strict=False)]
     measured = statistics.median(values) * row.scale
     good = measured <= row.bar if row.at_most else measured >= row.bar
     return Verdict(row, measured, "pass" if good else "falls short", missing)
 
 
-def _best(names: Sequence[str], figures: Figures) -> tuple[list[float] | None, str]:
-    """Round by round the largest of the figures there are, and what was missing."""
-    there = [values for name in names if isinstance(values := figures.get(name, "not run"), list)]
-    reasons = {name: values for name in names if isinstance(values := figures.get(name, "not run"), str)}
-    missing = "; ".join(f"{name.rpartition('/')[0]}: {reason}" for name, reason in reasons.items())
-    if not there:
-        return None, missing
-    return [max(values) for values in zip(*there, strict=False)], missing
+def _best(names: Sequence[str], figures: Figures) -> tuple[list[float] | None, list[str]]:
+    """Round by round the largest of the figures there are, and the runs that gave none."""
+    there = [values for name in names if isinstance(values := figures[name], list)]
+    missing = [name.rpartition("/")[0] for name in names if isinstance(figures[name], str)]
+    return [max(values) for values in zip(*there, strict=False)] or None, missing

@@ -49,17 +49,21 @@ class Setup(NamedTuple):
         if python is None:
             raise Failed(f"no {'--python-newest' if who == 'newest' else 'Python for ' + who}")
         seconds = self.limit if limit is None else limit
-        with subprocess.Popen(
-            [python, *arguments],
-            cwd=ROOT,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        ) as process:
+        try:
+            process = subprocess.Popen(
+                [python, *arguments],
+                cwd=ROOT,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise Failed(str(error)) from None
+        with process:
             try:
                 out, err = process.communicate(timeout=seconds)
             except BaseException as stopped:
