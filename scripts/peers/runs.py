@@ -121,7 +121,7 @@ class Setup(NamedTuple):
 
     def _top_p(self, who: str, batch: int) -> dict[str, float]:
         sizes = ["--batch-sizes", f"{batch}", "--prompt-lengths", f"{PROMPT}", "--new-tokens", f"{self.new}"]
-        steps = self._steps(who, "--modes", "greedy,top_p,greedy", *sizes, "--runs", "3")
+        steps = self._steps(who, "--modes", "greedy,top_p,greedy", *sizes, "--runs", "2")
         return {"ratio": 2 * steps[1] / (steps[0] + steps[2]), "greedy_seconds": steps[0], "top_p_seconds": steps[1]}
 
     def _cache(self, who: str) -> dict[str, float]:
@@ -150,7 +150,7 @@ class Setup(NamedTuple):
         return {"bytes": row["peak_above_base_bytes"] - held, "held_bytes": held, "peak_bytes": row["peak_bytes"]}
 
     def _sampling(self, who: str) -> dict[str, float]:
-        spec = {"batch": 8, "vocab_size": 1 << (12 if self.smoke else 18), "runs": 5}
+        spec = {"batch": 8, "vocab_size": 1 << (12 if self.smoke else 18), "runs": 3}
         return json.loads(self.call(who, str(HERE / "sampling_alone.py"), json.dumps(spec)))
 
     def _second_process(self, who: str) -> dict[str, float]:
