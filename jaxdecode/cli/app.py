@@ -193,3 +193,55 @@ def inspect(
     from jaxdecode.cli.inspection import run
 
     raise typer.Exit(run(model, dtype=dtype, json=json))
+
+
+@app.command(
+    epilog=examples(
+        "jaxdecode bench",
+        "jaxdecode bench --batch-sizes 1,8,32 --modes greedy,top_p --floor",
+        "jaxdecode bench --prompt-lengths 16,512 --new-tokens 64 --runs 5 --json model.gguf",
+    )
+)
+def bench(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)
+    ] = "smollm2-135m",
+    batch_sizes: Annotated[str, typer.Option(metavar="B,...", help="Rows decoded together.")] = "1,8",
+    prompt_lengths: Annotated[str, typer.Option(metavar="S,...", help="Tokens of every prompt.")] = "16",
+    new_tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens written by every row, at least 2.")] = "64",
+    modes: Annotated[str, typer.Option(metavar="MODE,...", help="Of: greedy, top_p, int8.")] = "greedy",
+    cache_len: Annotated[
+        int | None, typer.Option(metavar="T", min=1, help="Slots a row in the cache; enough if not given.")
+    ] = None,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs, of which the median counts.")] = 3,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Time the same products alone by NumPy too (float32 weights).")
+    ] = False,
+    dtype: Dtype = "float32",
+    compile_cache: Annotated[
+        bool, typer.Option("--compile-cache", help="Take compiled programs from the cache; else each is compiled.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
+) -> None:
+    """Measure how fast a model decodes, beside what its shapes and this machine allow.
+
+    Each mode with each batch size, prompt length and number of new tokens is a line: tokens per second, time of a step,
+    prefill, bytes and multiplications counted from the shapes, and the part reached of the floor that they set at the
+    read bandwidth and multiply rate measured in the same run.
+    """
+    from jaxdecode.cli.bench import Asked, run
+
+    asked = Asked(
+        model=model,
+        batch_sizes=batch_sizes,
+        prompt_lengths=prompt_lengths,
+        new_tokens=new_tokens,
+        modes=modes,
+        cache_len=cache_len,
+        runs=runs,
+        floor=floor,
+        dtype=dtype,
+        compile_cache=compile_cache,
+        json=json,
+    )
+    raise typer.Exit(run(asked))
