@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxdecode.checks import require
 from jaxdecode.cli.files import read_json, write_json
-from jaxdecode.generation import Settings
+from jaxdecode.rulebook import Settings
 
 __all__ = ["NUMBERS", "Conversation", "check_numbers", "parse_setting"]
 

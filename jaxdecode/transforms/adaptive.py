@@ -105,7 +105,7 @@ def _xtc_margin(
     gap = jnp.min(jnp.where(top & ~least, before, jnp.inf), axis=-1) - lowest
     gap = jnp.where(jnp.any(top & ~least, axis=-1), gap, jnp.inf)
     margin = jnp.tanh(jnp.minimum(near, gap) / 4)
-    margin = jnp.where(coin & (law.count[:, 0] > 1), margin, jnp.inf)
+    margin = jnp.where(coin & (law.support[:, 0] > 1), margin, jnp.inf)
     return margin, margin
 
 

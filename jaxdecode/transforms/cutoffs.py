@@ -25,14 +25,14 @@ __all__ = ["Law", "epsilon", "eta", "law_of", "log_odds", "nearest", "p_less", "
 
 class Law(NamedTuple):
     """weight[B,V] (largest 1), total[B,1] of it, surprise[B,V] = -log p (inf if masked), entropy[B,1] in nats,
-    best[B,V]: the first of the largest logits, count[B,1] of unmasked ids."""
+    best[B,V]: the first of the largest logits, support[B,1]: unmasked ids."""
 
     weight: jax.Array
     total: jax.Array
     surprise: jax.Array
     entropy: jax.Array
     best: jax.Array
-    count: jax.Array
+    support: jax.Array
 
 
 def law_of(logits: jax.Array) -> Law:
@@ -58,7 +58,7 @@ def log_odds(law: Law) -> jax.Array:
 
 def reach(law: Law) -> jax.Array:
     """k [B,1] of surprise minus entropy."""
-    return 1 + jnp.sqrt(2 + jnp.log(jnp.maximum(law.count, 1).astype(law.total.dtype)) ** 2 / 4)
+    return 1 + jnp.sqrt(2 + jnp.log(jnp.maximum(law.support, 1).astype(law.total.dtype)) ** 2 / 4)
 
 
 def nearest(margin: jax.Array, passes: jax.Array, before: jax.Array, law: Law) -> jax.Array:
@@ -74,7 +74,7 @@ def nearest(margin: jax.Array, passes: jax.Array, before: jax.Array, law: Law) -
     own = jnp.max(jnp.where(law.best & passes, margin, 0), axis=-1)
     alone = jnp.sum(passes & ~law.best, axis=-1, dtype=jnp.int32) == 0
     least = jnp.where(alone, jnp.minimum(others, jnp.maximum(own, gap)), others)
-    return jnp.where(law.count[:, 0] <= 1, jnp.inf, least)
+    return jnp.where(law.support[:, 0] <= 1, jnp.inf, least)
 
 
 def _column(value: jax.Array, logits: jax.Array) -> jax.Array:
@@ -223,6 +223,8 @@ def p_less(on: Any = 1) -> LogitsTransform:
     >>> p_less()(jnp.log(jnp.array([[0.4, 0.4, 0.2], [0.7, 0.2, 0.1]]))).argmin(axis=1).tolist()
     [2, 1]
     """
+    if isinstance(on, (bool, np.bool_)):
+        on = int(on)
     on = checks.whole(on, lambda x: (x == 0) | (x == 1), "p_less", "0 or 1")
     return LogitsTransform(on, "filter", _p_less, margin_fn=_p_less_margin)
 
@@ -260,7 +262,7 @@ def _typical_margin(
     gap = jnp.min(jnp.where(removed, deviation, jnp.inf), axis=-1) - far[:, 0]
     outer = jnp.minimum(mass[:, 0] - p, jnp.tanh(gap / k[:, 0]))
     margin = jnp.maximum(jnp.where(jnp.any(removed, axis=-1), jnp.minimum(inner, outer), inner), 0)
-    margin = jnp.where((p >= 1) | (law.count[:, 0] <= 1), jnp.inf, margin)
+    margin = jnp.where((p >= 1) | (law.support[:, 0] <= 1), jnp.inf, margin)
     return margin, margin
 
 

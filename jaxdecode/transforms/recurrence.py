@@ -13,6 +13,8 @@ from jax import lax
 
 __all__ = ["mask_ids", "occurrences", "repeats"]
 
+Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
 
 def occurrences(tokens: jax.Array, first: jax.Array, last: jax.Array, vocab_size: int) -> jax.Array:
     """How often each id stands at places ``first[B]`` <= i < ``last[B]`` of ``tokens[B,T]``: int32 [B,V]."""
@@ -43,7 +45,7 @@ def repeats(tokens: jax.Array, length: jax.Array, most: jax.Array, breaker: jax.
     before = jnp.full((rows, 1), -1, tokens.dtype)
     start = jnp.arange(size, dtype=jnp.int32)[None] < length[:, None]
 
-    def turn(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def turn(carry: Carry) -> Carry:
         k, shifted, alive, found = carry
         place = jnp.maximum(length - 1 - k, 0)[:, None]
         goes_on = (k < length) & (k < most)
@@ -54,5 +56,5 @@ def repeats(tokens: jax.Array, length: jax.Array, most: jax.Array, breaker: jax.
         return k + 1, shifted, alive, found + alive.astype(jnp.int32)
 
     shifted = jnp.concatenate([before, tokens[:, :-1]], axis=1)
-    first = (jnp.int32(0), shifted, start, jnp.zeros((rows, size), jnp.int32))
+    first = (jnp.zeros((), jnp.int32), shifted, start, jnp.zeros((rows, size), jnp.int32))
     return lax.while_loop(lambda c: jnp.any(c[2]) & (c[0] < jnp.max(most)), turn, first)[3]
