@@ -44,11 +44,12 @@ def repetition_penalty(r: Any, *, output_only: bool = False) -> LogitsTransform:
     [[0.5, -2.0, 3.0]]
     """
     r = checks.real(r, lambda x: (x >= TINY) & (x < np.inf), "repetition_penalty", "a finite number > 0")
-    return LogitsTransform((r, np.int32(output_only)), "score", _repetition)
+    scope = np.full(np.shape(r), output_only, np.int32)  # a number of the row too
+    return LogitsTransform((r, scope), "score", _repetition)
 
 
 def _presence(a: jax.Array, logits: jax.Array, ctx: Context, state: State) -> jax.Array:
-    return logits - _number(a, logits) * (_output_counts(logits, ctx) > 0)
+    return logits - jnp.where(_output_counts(logits, ctx) > 0, _number(a, logits), 0)
 
 
 def presence_penalty(a: Any) -> LogitsTransform:
