@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from programs import result_shapes
 from test_cutoffs import entropy, eta, typical
 from test_penalties import longest
 from test_sequence_law import softmax
 
 import jaxdecode as jd
 from jaxdecode import Finish, Settings, generate, processing, transforms
+from jaxdecode.generation import start
 from jaxdecode.testing import count_compilations, markov_model
 
 V, B, N = 8, 6, 10
@@ -217,6 +220,21 @@ def test_other_numbers_and_similar_lists_compile_nothing() -> None:
         outputs = [str(run(i, first | other).to_lists()) for i, other in enumerate(others)]
     assert int(compiled) == 0
     assert len(set(outputs)) == 3
+
+
+def test_memory_is_of_the_order_of_the_logits() -> None:
+    """No array of the compiled step has rows times history times vocabulary, nor a quarter of it."""
+    size, slots = 300, 512
+    decoder, state = start(
+        MODEL,
+        jnp.zeros((size, size)),
+        [[1] * 5] * B,
+        key=KEY,
+        settings=Settings(max_new_tokens=slots, eos=0, **EVERYTHING),
+    )
+    text = jax.jit(decoder.step).lower(jnp.zeros((size, size)), state).compile().as_text() or ""
+    largest = max(math.prod(shape) for shape in result_shapes(text))
+    assert B * size <= largest < B * size * slots / 4
 
 
 def test_a_row_is_the_same_alone_and_in_another_batch() -> None:
