@@ -14,7 +14,7 @@ import numpy as np
 from jaxdecode import checks, keys, kvcache
 from jaxdecode.base import Cache, Decoder, Finish, Generated, Model, Params, Prompt, StepInfo
 from jaxdecode.decoders import common, sample
-from jaxdecode.generation import Settings
+from jaxdecode.rulebook import Settings
 
 __all__ = ["Session", "Steps", "capacity_class", "common_prefix", "rolled_back"]
 

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "models": BOTTOM | {"kvcache", "linear"},
     "testing": BOTTOM,
     "decoders": BOTTOM | {"kvcache", "transforms"},
+    **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "processing"}),
     **dict.fromkeys(["loop", "generation", "session", "checkpoint", "text", "benchmark"], EVERYTHING - {"cli"}),
     "cli": EVERYTHING,
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from jaxdecode._version import __version__
+from jaxdecode.cli.decoding import GroupedCommand, with_decoding
 
 __all__ = ["MODELS", "app"]
 
@@ -64,15 +65,20 @@ def examples(*lines: str) -> str:
 
 
 @app.command(
+    cls=GroupedCommand,
     epilog=examples(
         'jaxdecode generate "The capital of France is"',
         'jaxdecode generate --chat --temperature 0.7 --top-p 0.9 --seed 3 "Write a haiku about autumn."',
         'jaxdecode generate --num-samples 4 --temperature 1 --stop "." "Once upon a time"',
         'jaxdecode generate --max-new-tokens 5 --top-logprobs 3 "2 + 2 ="',
+        'jaxdecode generate --repetition-penalty 1.2 --no-repeat-ngram 3 "Once upon a time"',
         "echo 'Once upon a time' | jaxdecode generate --model toy --json --record run.json",
-    )
+    ),
 )
+@with_decoding
 def generate(
+    *,
+    more: dict[str, Any],
     prompt: Annotated[str | None, typer.Argument(help="A text; read from stdin if absent or '-'.")] = None,
     model: ModelOption = "smollm2-135m",
     max_new_tokens: MaxNewTokens = 128,
@@ -105,7 +111,7 @@ def generate(
 ) -> None:
     """Continue a text, or answer it (--chat).
 
-    At temperature 0, the default, --top-k, --top-p, --min-p and --seed change nothing.
+    At temperature 0, the default, --seed and what cuts the law (--top-k, --top-p, --min-p, ...) change nothing.
     """
     from jaxdecode.cli.choices import Request
     from jaxdecode.cli.generate import run
@@ -122,6 +128,7 @@ def generate(
             "top_k": top_k,
             "top_p": top_p,
             "min_p": min_p,
+            **more,
         },
         num_samples=num_samples,
         logprobs=logprobs or top_logprobs > 0,
@@ -136,13 +143,17 @@ def generate(
 
 
 @app.command(
+    cls=GroupedCommand,
     epilog=examples(
         "jaxdecode chat",
         'jaxdecode chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.9',
         "printf 'Hi!\\nWhat did I say?\\n' | jaxdecode chat --json",
-    )
+    ),
 )
+@with_decoding
 def chat(
+    *,
+    more: dict[str, Any],
     model: ModelOption = "smollm2-135m",
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
@@ -169,6 +180,7 @@ def chat(
         "min_p": min_p,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
+        **more,
     }
     code = run(model, dtype=dtype, system=system, numbers=numbers, json=json, compile_cache=not no_compile_cache)
     raise typer.Exit(code)

@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 
 def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], json: bool, compile_cache: bool) -> int:
-    """Talk until the input ends; ``numbers``: the settings of ``conversation.NUMBERS``. Returns the exit code."""
+    """Talk until the input ends; ``numbers``: those of ``conversation.NUMBERS``, and others given. The exit code."""
     progress = Progress()
     try:
         progress("starting")
@@ -23,8 +23,10 @@ def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], 
         from jaxdecode.checkpoint.converted import cache_folder
         from jaxdecode.cli.chat_loop import COMMANDS, ChatLoop
         from jaxdecode.cli.conversation import Conversation, check_numbers
+        from jaxdecode.cli.decoding import TEXTS
         from jaxdecode.cli.lines import Lines
 
+        texts = {name: numbers.pop(name) for name in TEXTS if name in numbers}
         with bad_input():
             check_numbers(numbers)
             loaded = jaxdecode.load(model, dtype=dtype, progress=progress)
@@ -32,7 +34,7 @@ def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], 
     finally:
         progress.stop()
     lines = Lines(cache_folder() / "chat_history", [*COMMANDS])
-    loop = ChatLoop(loaded, model, Conversation(numbers, system), json=json, interactive=lines.interactive)
+    loop = ChatLoop(loaded, model, Conversation(numbers, system), json=json, interactive=lines.interactive, texts=texts)
     if lines.interactive and not json:
         about = f"{model}, a context of {loaded.config.context_length} tokens. /help lists the commands."
         typer.echo(styled(about, "dim"))

@@ -11,6 +11,7 @@ import typer
 
 from jaxdecode.cli.choices import CANCELLED, FAILURES, Request, Written, choice, log_probabilities
 from jaxdecode.cli.compilation import keep_compiled_programs
+from jaxdecode.cli.decoding import TEXTS, fields
 from jaxdecode.cli.files import check_target, write_json
 from jaxdecode.cli.record import recorded
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
@@ -35,8 +36,10 @@ def run(prompt: str | None, request: Request) -> int:
 
         with bad_input():
             target = None if request.record is None else check_target(request.record)
-            jaxdecode.Settings(**settings_of(request))  # a number out of range should not wait for the model
+            numbers = {k: v for k, v in settings_of(request).items() if k not in TEXTS}
+            jaxdecode.Settings(**numbers)  # a number out of range should not wait for the model
             loaded = jaxdecode.load(request.model, dtype=request.dtype, progress=progress)
+            request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
         written = write(loaded, ids, request, progress)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
