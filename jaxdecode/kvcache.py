@@ -177,11 +177,9 @@ def plan(cache: KVCache, size: int, lengths: jax.Array | None = None) -> Plan:
 
 
 def write(layer: Layer, k: jax.Array, v: jax.Array, plan: Plan) -> Layer:
-    """Put ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the planned slots, in place where the buffer may be reused.
-
-    Row by row, one contiguous window of every block: a scatter would move one token at a time. A window starts early
-    where S slots would pass the block's end, and slots that get no token keep what they hold.
-    """
+    """Put ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the planned slots, in place where the buffer may be reused."""
+    if k.shape[1] == 1:
+        return tuple(_scatter(block, offset, k[:, 0], v[:, 0], plan) for offset, block in _offsets(layer))
     new = Block(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     def row(b: jax.Array, layer: Layer) -> Layer:
@@ -192,8 +190,23 @@ def write(layer: Layer, k: jax.Array, v: jax.Array, plan: Plan) -> Layer:
     return lax.fori_loop(0, len(k), row, layer)
 
 
+def _scatter(block: Block, offset: int, k: jax.Array, v: jax.Array, plan: Plan) -> Block:
+    """One token ``k[B,K,h]``, ``v[B,K,h]`` of every row, if its slot is in this block."""
+    slots, rows = block.v.shape[2], jnp.arange(len(k), dtype=jnp.int32)
+    slot = plan.start - offset
+    slot = jnp.where((slot >= 0) & (plan.written > 0), slot, slots)  # outside: dropped
+    return Block(
+        block.k.at[rows, :, :, slot].set(k.astype(block.k.dtype), mode="drop", unique_indices=True),
+        block.v.at[rows, :, slot].set(v.astype(block.v.dtype), mode="drop", unique_indices=True),
+    )
+
+
 def _put(block: Block, b: jax.Array, new: Block, first: jax.Array, count: jax.Array) -> Block:
-    """Row b of a block with the first ``count`` tokens of ``new`` (one row) from slot ``first``, if inside."""
+    """Row b of a block with the first ``count`` tokens of ``new`` (one row) from slot ``first``, where inside.
+
+    One contiguous window: a scatter would move one token at a time. It starts early where S slots would pass the
+    block's end, and slots that get no token keep what they hold.
+    """
     slots, size = block.v.shape[2], new.v.shape[2]
     width = min(size, slots)
     start = jnp.clip(first, 0, slots - width)

@@ -6,6 +6,7 @@ Activations are feature-major, [features, rows]. What each weight type does, by 
 |----------------|-----------------------------------------------------------------|-----------------------------------|
 | float          | ``W[N,K] @ x[K,R]``                                             | the same                          |
 | int8           | int8 x int8 -> int32, x rounded per row; one row is padded to 2 | the same, unpadded                |
+|                | (jax < 0.10.2: codes converted inside the product, ``_one_row``)|                                   |
 | int8_weights   | the same with x as three int8 digits, side by side as 3R rows   | ``W`` converted inside the product|
 
 On XLA:CPU weights on the left are up to 4x faster than the other ways to write the product, one row of int8 never
@@ -51,14 +52,35 @@ def _integer(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 def _rounded(w: QTensor, x: jax.Array) -> jax.Array:
     scale = _scale(x)
-    rounded = jnp.round(x / scale).astype(jnp.int8)
 
-    def cpu(codes: jax.Array, rounded: jax.Array) -> jax.Array:
-        if rounded.shape[1] == 1:
-            return _integer(codes, jnp.tile(rounded, (1, 2)))[:, :1]
-        return _integer(codes, rounded)
+    def default(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return _integer(codes, jnp.round(x / scale).astype(jnp.int8))
 
-    return lax.platform_dependent(w.codes, rounded, cpu=cpu, default=_integer).astype(x.dtype) * scale
+    def cpu(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+        if x.shape[1] > 1:
+            return default(codes, x, scale)
+        if _FUSES_CONVERT:
+            return _one_row(codes, x, scale)
+        return default(codes, jnp.tile(x, (1, 2)), jnp.tile(scale, (1, 2)))[:, :1]
+
+    return lax.platform_dependent(w.codes, x, scale, cpu=cpu, default=default).astype(x.dtype) * scale
+
+
+_FUSES_CONVERT = jax.__version_info__ < (0, 10, 2)
+
+
+def _one_row(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """The integer product with x[K,1] as XLA:CPU before 0.10.2 makes it at the speed of memory.
+
+    There a converted weight is read by the product itself, unless the conversion is hoisted out of the decode loop: the
+    barrier keeps it in. The rounding of x would be drawn into the product too, once for every output: an idle division,
+    which XLA holds to be dear, keeps it out. Where every sum of products of bytes fits a float, floats are exact.
+    """
+    wide = jnp.float32 if x.shape[0] * 127 * 127 < 2**24 else jnp.int32
+    one = (scale == scale).astype(wide)
+    rounded = lax.div(jnp.round(x / scale).astype(wide), jnp.broadcast_to(one, x.shape))
+    codes, rounded = lax.optimization_barrier((codes, rounded))
+    return lax.dot_general(codes.astype(wide), rounded, _CONTRACT, preferred_element_type=wide).astype(jnp.int32)
 
 
 def _digits(w: QTensor, x: jax.Array) -> jax.Array:
