@@ -73,13 +73,12 @@ def _one_row(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
     """The integer product with x[K,1] as XLA:CPU before 0.10.2 makes it at the speed of memory.
 
     There a converted weight is read by the product itself, unless the conversion is hoisted out of the decode loop: the
-    barrier keeps it in. The rounding of x would be drawn into the product too, once for every output: an idle division,
-    which XLA holds to be dear, keeps it out. Where every sum of products of bytes fits a float, floats are exact.
+    barrier keeps it in. The rounding of x would be drawn into the product too, once for every output: a division by
+    ones that XLA cannot know, and holds to be dear, keeps it out. Where every sum of products of bytes fits a float, floats are exact.
     """
     wide = jnp.float32 if x.shape[0] * 127 * 127 < 2**24 else jnp.int32
-    one = (scale == scale).astype(wide)
-    rounded = lax.div(jnp.round(x / scale).astype(wide), jnp.broadcast_to(one, x.shape))
-    codes, rounded = lax.optimization_barrier((codes, rounded))
+    codes, x = lax.optimization_barrier((codes, x))
+    rounded = lax.div(jnp.round(x / scale).astype(wide), (x == x).astype(wide))
     return lax.dot_general(codes.astype(wide), rounded, _CONTRACT, preferred_element_type=wide).astype(jnp.int32)
 
 
