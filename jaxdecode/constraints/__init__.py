@@ -1,0 +1,2 @@
+"""Constraints."""
+from __future__ import annotations
