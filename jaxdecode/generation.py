@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxdecode import checks, kvcache, transforms
 from jaxdecode import keys as keys_
+from jaxdecode.constraints.rules import check_constraints, constraint_transforms
 from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, Shared, repeat_rows
 from jaxdecode.decoders import common, sample
 from jaxdecode.loop import run_until_done
@@ -29,6 +30,8 @@ class Settings:
     max_new_tokens: output tokens, 0 allowed; its maximum N is static. temperature: 0 is a greedy row. eos: end ids
     for all rows, or int [B,E] padded with -1. stop: token sequences for all rows, or one list of them per row.
     num_samples: outputs per prompt, one prefill for all of them. top_logprobs: likeliest ids to record at every step.
+    regex, json_schema, choices: a compiled grammar (one of them; ``choices`` may be lists of ids) that the output,
+    closed by an end id, has to match. prefix: ids that the output begins with, or one list of them per row.
     ValueError for anything out of range.
     """
 
@@ -41,6 +44,10 @@ class Settings:
     stop: Any = ()
     num_samples: int = 1
     top_logprobs: int = 0
+    regex: Any = None
+    json_schema: Any = None
+    choices: Any = None
+    prefix: Any = None
 
     def __post_init__(self) -> None:
         checks.require(
@@ -52,8 +59,14 @@ class Settings:
         for name, least in (("num_samples", 1), ("top_logprobs", 0)):
             value = getattr(self, name)
             checks.require(type(value) is int and value >= least, name, f"a whole number >= {least}", value)
+        check_constraints(self.regex, self.json_schema, self.choices)
         self._chain()
         self._limit()
+
+    @property
+    def constrained(self) -> bool:
+        """Whether something says what the output may be, so that its weight (S9.3) is of use."""
+        return any(x is not None for x in (self.regex, self.json_schema, self.choices, self.prefix))
 
     def _limit(self) -> Any:
         return checks.whole(self.max_new_tokens, lambda n: n >= 0, "max_new_tokens", "whole numbers >= 0")
@@ -63,12 +76,12 @@ class Settings:
         """N, the largest ``max_new_tokens``."""
         return int(np.max(self._limit(), initial=0))
 
-    def _chain(self, extra: LogitsTransform | None = None) -> tuple[dict[str, LogitsTransform], Any]:
+    def _chain(self, masks: dict[str, LogitsTransform] | None = None) -> tuple[dict[str, LogitsTransform], Any]:
         """The transforms by name, in the documented order, and which rows are greedy."""
         warm = transforms.temperature(self.temperature)
         xp: Any = np if checks.is_concrete(warm.params) else jnp
         greedy = warm.params == 0
-        parts = {} if extra is None else {"transform": transforms.chain(extra)}
+        parts = {} if masks is None else dict(masks)
         parts["temperature"] = dataclasses.replace(
             warm, params=xp.where(greedy, xp.ones_like(warm.params), warm.params)
         )
@@ -83,13 +96,17 @@ class Settings:
 
         ValueError for an array whose length is not B, or an id outside [0, V).
         """
-        named, greedy = self._chain(transform)
+        limit, eos = _rows(self._limit(), batch_size, "max_new_tokens"), _eos(self.eos, batch_size, vocab_size)
+        first = {} if transform is None else {"transform": transforms.chain(transform)}
+        if self.constrained:
+            kinds = (self.regex, self.json_schema, self.choices, self.prefix)
+            first |= constraint_transforms(*kinds, eos=eos, limit=limit, vocab_size=vocab_size)
+        named, greedy = self._chain(first)
         rows = {
             name: jax.tree.map(lambda x, name=name: _rows(x, batch_size, name), part, is_leaf=_shared)
             for name, part in named.items()
         }
-        limit, eos = _rows(self._limit(), batch_size, "max_new_tokens"), _eos(self.eos, batch_size, vocab_size)
-        traced = [checks.in_range(p.params) for name, p in rows.items() if name != "transform" and _traced(p.params)]
+        traced = [checks.in_range(p.params) for name, p in rows.items() if name not in first and _traced(p.params)]
         if _traced(eos):
             traced.append(jnp.all((eos >= -1) & (eos < vocab_size), axis=1))
         for valid in traced:  # filters are skipped by greedy rows: their poison must show here
@@ -318,7 +335,7 @@ def _prepare(
     top = settings.top_logprobs
     checks.require(top <= vocab_size, "top_logprobs", f"in [0, {vocab_size}]", top)
     if decoder is None:
-        decoder = sample(model, top_logprobs=settings.top_logprobs)
+        decoder = sample(model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
     else:
         checks.require(top == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", top)
     cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)

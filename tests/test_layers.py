@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "models": BOTTOM | {"kvcache", "linear"},
     "testing": BOTTOM,
     "decoders": BOTTOM | {"kvcache", "transforms"},
-    **dict.fromkeys(["loop", "generation", "session", "checkpoint", "text"], EVERYTHING - {"cli"}),
+    **dict.fromkeys(["loop", "generation", "session", "checkpoint", "text", "constraints"], EVERYTHING - {"cli"}),
     "cli": EVERYTHING,
 }
 FILES = sorted(

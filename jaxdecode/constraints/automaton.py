@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdecode.constraints.language import LAST, Alternatives, Characters, Language, Ranges, Repeat, Sequence_
+from jaxdecode.constraints.language import LAST, Alternatives, Characters, Language, Ranges, Repeat, Concatenation
 
 __all__ = ["ByteAutomaton", "byte_automaton"]
 
@@ -74,6 +74,7 @@ class _Parts:
         self.letters = letters
         self.moves: list[tuple[tuple[int, ...], int] | None] = [None]  # state 0: a match is complete
         self.free: list[tuple[int, ...]] = [()]
+        self.built: dict[tuple[int, int], int] = {}
 
     def state(self, move: tuple[tuple[int, ...], int] | None, free: tuple[int, ...]) -> int:
         if len(self.moves) >= MOST_PARTS:
@@ -83,10 +84,16 @@ class _Parts:
         return len(self.moves) - 1
 
     def before(self, node: Language, then: int) -> int:
-        """The state from which ``node`` leads to the state ``then``."""
+        """The state from which ``node`` leads to the state ``then``; the same for the same object and state."""
+        key = (id(node), then)
+        if key not in self.built:
+            self.built[key] = self._before(node, then)
+        return self.built[key]
+
+    def _before(self, node: Language, then: int) -> int:
         if isinstance(node, Characters):
             return self.state((self.letters.members[node.ranges], then), ())
-        if isinstance(node, Sequence_):
+        if isinstance(node, Concatenation):
             for part in reversed(node.parts):
                 then = self.before(part, then)
             return then
@@ -160,8 +167,9 @@ def _minimal(step: np.ndarray, accept: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 def _blocks(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The different rows, and which of them each row is."""
-    different, which = np.unique(rows, axis=0, return_inverse=True)
-    return different, which.reshape(-1)
+    numbers: dict[bytes, int] = {}
+    which = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows])
+    return np.stack([np.frombuffer(row, rows.dtype) for row in numbers]), which
 
 
 def _to_bytes(step: np.ndarray, accept: np.ndarray, start: int, letters: _Letters) -> ByteAutomaton:

@@ -17,7 +17,7 @@ __all__ = [
     "Language",
     "Ranges",
     "Repeat",
-    "Sequence_",
+    "Concatenation",
     "character",
     "complement",
     "either",
@@ -40,7 +40,7 @@ class Characters(NamedTuple):
     ranges: Ranges
 
 
-class Sequence_(NamedTuple):
+class Concatenation(NamedTuple):
     """One after the other; none: the empty text."""
 
     parts: tuple[Language, ...]
@@ -60,10 +60,10 @@ class Repeat(NamedTuple):
     most: int | None
 
 
-Language = Characters | Sequence_ | Alternatives | Repeat
+Language = Characters | Concatenation | Alternatives | Repeat
 
 ANY = Characters(((0, LAST),))
-EMPTY = Sequence_(())
+EMPTY = Concatenation(())
 
 
 def union(*sets: Ranges) -> Ranges:
@@ -107,8 +107,8 @@ def text(characters: str) -> Language:
 
 def sequence(*parts: Language) -> Language:
     """The parts one after the other, flat."""
-    flat = [p for part in parts for p in (part.parts if isinstance(part, Sequence_) else (part,))]
-    return flat[0] if len(flat) == 1 else Sequence_(tuple(flat))
+    flat = [p for part in parts for p in (part.parts if isinstance(part, Concatenation) else (part,))]
+    return flat[0] if len(flat) == 1 else Concatenation(tuple(flat))
 
 
 def either(parts: Iterable[Language]) -> Language:

@@ -1,0 +1,118 @@
+"""The constraint fields of ``Settings`` as transforms of a batch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from jaxdecode.checks import is_concrete, require, shorten, token_ids
+from jaxdecode.constraints.grammar import NEVER, Grammar, grammar_of_ids
+from jaxdecode.transforms import LogitsTransform
+from jaxdecode.transforms.automaton import automaton, prefix
+
+__all__ = ["check_constraints", "constraint_transforms"]
+
+
+def check_constraints(regex: Any, json_schema: Any, choices: Any) -> None:
+    """At most one of them, and of the right kind."""
+    given = [n for n, v in (("regex", regex), ("json_schema", json_schema), ("choices", choices)) if v is not None]
+    require(len(given) <= 1, " and ".join(given), "one of them", "several")
+    for name, value in (("regex", regex), ("json_schema", json_schema)):
+        if value is not None and not isinstance(value, Grammar):
+            raise ValueError(
+                f"{name}: expected a compiled grammar, constraints.{name}(..., tokenizer), got {shorten(value)}; "
+                "the settings method of a loaded model compiles it"
+            )
+
+
+def constraint_transforms(
+    regex: Any, json_schema: Any, choices: Any, first: Any, *, eos: Any, limit: Any, vocab_size: int
+) -> dict[str, LogitsTransform]:
+    """Masks by name, for eos[B,E] and limit[B].
+
+    ValueError if nothing would match within the limit, after the prefix, or without an end id.
+    """
+    out: dict[str, LogitsTransform] = {}
+    ids = None if first is None else _rows_of_ids(first, len(eos), vocab_size)
+    if ids is not None and ids.shape[1]:
+        out["prefix"] = prefix(ids)
+        require(bool(np.all((ids >= 0).sum(axis=1) <= np.asarray(limit))), "prefix", "one within max_new_tokens", limit)
+    grammar = regex if regex is not None else json_schema
+    if choices is not None:
+        grammar = choices if isinstance(choices, Grammar) else _trie(_options(choices), vocab_size)
+    if grammar is None:
+        return out
+    if not is_concrete(eos):
+        raise ValueError(f"eos: expected concrete ids beside {grammar.name}, got a traced array")
+    require(
+        grammar.vocab_size <= vocab_size,
+        grammar.name,
+        f"a grammar over at most the model's {vocab_size} ids",
+        grammar.vocab_size,
+    )
+    tables = _tables(grammar, _end_ids(grammar, np.asarray(eos)), vocab_size)
+    _check_budget(grammar, tables[2][0], ids, limit)
+    out["grammar"] = automaton(*tables, start=np.int32(grammar.start), eos=eos)
+    return out
+
+
+def _end_ids(grammar: Grammar, eos: np.ndarray) -> tuple[int, ...]:
+    """The end ids that stand for text too: as tokens of a match they don't count."""
+    require(bool(np.all(np.any(eos >= 0, axis=1))), "eos", f"an end id beside {grammar.name}", "none")
+    known = [tuple(sorted({int(i) for i in row if 0 <= i < grammar.vocab_size})) for row in eos]
+    text = [tuple(i for i in row if grammar.class_of_token[i]) for row in known]
+    same = len(set(text)) == 1
+    require(same, "eos", f"the same end ids for all rows beside {grammar.name}, where they stand for text", eos)
+    return text[0]
+
+
+def _rows_of_ids(first: Any, batch_size: int, vocab_size: int) -> np.ndarray:
+    """A list of ids for all rows, or one list per row, as [B,L] padded with -1."""
+    nested = any(np.ndim(x) for x in first)
+    rows = [list(r) for r in first] if nested else [list(first)] * batch_size
+    require(len(rows) == batch_size, "prefix", f"ids, or {batch_size} lists of them", len(rows))
+    out = np.full((batch_size, max(map(len, rows), default=0)), -1, np.int32)
+    for row, ids in zip(out, rows, strict=True):
+        if ids:
+            token_ids(np.asarray(ids), vocab_size, "prefix")
+            row[: len(ids)] = ids
+    return out
+
+
+def _options(choices: Any) -> tuple[tuple[int, ...], ...]:
+    ok = isinstance(choices, (list, tuple)) and all(isinstance(o, (list, tuple, np.ndarray)) for o in choices)
+    require(ok, "choices", "lists of ids, or a compiled grammar", choices)
+    for option in choices:
+        token_ids(np.asarray(option, None if len(option) else np.int32), 2**31, "choices")
+    return tuple(tuple(int(i) for i in option) for option in choices)
+
+
+@functools.lru_cache(maxsize=32)
+def _trie(options: tuple[tuple[int, ...], ...], vocab_size: int) -> Grammar:
+    return grammar_of_ids(options, vocab_size, "choices")
+
+
+def _check_budget(grammar: Grammar, distance: np.ndarray, first: np.ndarray | None, limit: Any) -> None:
+    """Every row can finish: the prefix begins a match, and the rest of the shortest one fits, end id included."""
+    require(distance[grammar.start] < NEVER, grammar.name, "a match without end ids in it", "none")
+    for row, most in enumerate(np.asarray(limit)):
+        ids = [] if first is None else [int(i) for i in first[row] if i >= 0]
+        known = all(i < grammar.vocab_size for i in ids)
+        needed = len(ids) + int(distance[grammar.after(ids)]) if known else NEVER
+        require(needed < NEVER, "prefix", f"one that begins a match of {grammar.name}", ids)
+        require(needed <= most, "max_new_tokens", f"at least {needed}, the shortest match and an end id", int(most))
+
+
+@functools.lru_cache(maxsize=32)
+def _tables(grammar: Grammar, banned: tuple[int, ...], vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tables of the automaton in a size class, so that grammars of like size share a compiled program."""
+    grammar = grammar.without(np.isin(np.arange(grammar.vocab_size), banned))
+    states, classes = (max(16, 1 << (n - 1).bit_length()) for n in grammar.step.shape)
+    more = (states - grammar.step.shape[0], classes - grammar.step.shape[1])
+    return (
+        np.pad(grammar.step, ((0, more[0]), (0, more[1]))),
+        np.pad(grammar.class_of_token, (0, vocab_size - grammar.vocab_size)),
+        np.pad(grammar.distances(), ((0, 0), (0, more[0])), constant_values=NEVER),
+    )
