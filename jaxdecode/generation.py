@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxdecode import checks, kvcache, transforms
 from jaxdecode import keys as keys_
-from jaxdecode.constraints.rules import check_constraints, constraint_transforms
 from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, Shared, repeat_rows
+from jaxdecode.constraints.rules import check_constraints, constraint_transforms
 from jaxdecode.decoders import common, sample
 from jaxdecode.loop import run_until_done
 from jaxdecode.transforms import LogitsTransform
@@ -59,7 +59,7 @@ class Settings:
         for name, least in (("num_samples", 1), ("top_logprobs", 0)):
             value = getattr(self, name)
             checks.require(type(value) is int and value >= least, name, f"a whole number >= {least}", value)
-        check_constraints(self.regex, self.json_schema, self.choices)
+        check_constraints(self.regex, self.json_schema, self.choices, self.stop)
         self._chain()
         self._limit()
 

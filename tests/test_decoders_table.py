@@ -52,7 +52,7 @@ TABLE = table()
 MODEL = markov_model()
 DECODERS: dict[str, Decoder] = {
     "greedy": greedy(MODEL, top_logprobs=2),
-    "sample": sample(MODEL, top_logprobs=2),
+    "sample": sample(MODEL, top_logprobs=2, log_weight=True),
 }
 
 
@@ -74,6 +74,15 @@ TRANSFORMS: dict[str, LogitsTransform] = {
     "min_p": min_p(np.array([0.0, 0.2, 1.0, 0.05], np.float32)),
 }
 TRANSFORMS["chain"] = chain(*TRANSFORMS.values())
+# Tokens 0 to 3 lead from state 1 to state 2, a match, where 2 to 5 are allowed too; id 0 ends in some rows, 7 in all.
+STEP = np.array([[0, 0, 0, 0], [0, 2, 2, 0], [0, 2, 2, 2]], np.int32)
+CLASS_OF_TOKEN = np.array([1, 1, 2, 2, 3, 3, 0, 0, 0, 0], np.int32)
+DISTANCE = np.array([[2**30, 2, 1], [2**30, 2, 2]], np.int32)
+ENDS = np.array([[7, -1], [0, 7], [7, -1], [0, 7]], np.int32)
+TRANSFORMS["prefix"] = transforms.prefix(np.array([[5], [-1], [2], [-1]]))
+TRANSFORMS["automaton"] = transforms.automaton(
+    STEP, CLASS_OF_TOKEN, DISTANCE, start=np.array([1, 2, 2, 1], np.int32), eos=ENDS, least=np.array([0, 1, 0, 1])
+)
 CUTS = {name: t for name, t in TRANSFORMS.items() if t.kind == "filter"}
 FACTORIES: dict[str, tuple[Callable[[Any], LogitsTransform], Any]] = {
     "temperature": (temperature, 0.7),
@@ -162,8 +171,8 @@ def test_transform_margins_are_as_its_kind_says(name: str) -> None:
     """+inf for scores and masks; for filters a finite distance or +inf, never NaN or negative."""
     ctx = context()
     for t in transforms.flatten(TRANSFORMS[name]):
-        z = jnp.asarray(LOGITS)
-        for margin in t.margin(z, t.apply(z, ctx, ()), ctx, ()):
+        z, state = jnp.asarray(LOGITS), t.init(ctx)
+        for margin in t.margin(z, t.apply(z, ctx, state), ctx, state):
             assert margin.shape == (B,)
             assert (np.asarray(margin) >= 0).all()
             if t.kind != "filter":

@@ -69,6 +69,7 @@ def examples(*lines: str) -> str:
         'jaxdecode generate --chat --temperature 0.7 --top-p 0.9 --seed 3 "Write a haiku about autumn."',
         'jaxdecode generate --num-samples 4 --temperature 1 --stop "." "Once upon a time"',
         'jaxdecode generate --max-new-tokens 5 --top-logprobs 3 "2 + 2 ="',
+        'jaxdecode generate --chat --choices yes --choices no "Is the sky blue?"',
         "echo 'Once upon a time' | jaxdecode generate --model toy --json --record run.json",
     )
 )
@@ -86,6 +87,15 @@ def generate(
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
+    ] = None,
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write JSON that the JSON Schema in this file accepts.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Write a text that this pattern matches as a whole.")
+    ] = None,
+    choices: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Write one of these texts; give it once for each.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask in the model's chat format; else continue the text.")
@@ -127,6 +137,7 @@ def generate(
         logprobs=logprobs or top_logprobs > 0,
         top_logprobs=top_logprobs,
         stops=tuple(stop or ()),
+        constraints={"json_schema": json_schema, "regex": regex, "choices": choices or None},
         record=record,
         json=json,
         stream=stream,

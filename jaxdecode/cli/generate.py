@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,9 +37,11 @@ def run(prompt: str | None, request: Request) -> int:
         with bad_input():
             target = None if request.record is None else check_target(request.record)
             jaxdecode.Settings(**settings_of(request))  # a number out of range should not wait for the model
+            constraint = read_constraint(request)
             loaded = jaxdecode.load(request.model, dtype=request.dtype, progress=progress)
             ids = encode(loaded, text, request)
-        written = write(loaded, ids, request, progress)
+            grammar = compiled(loaded, constraint, progress)
+        written = write(loaded, ids, grammar, request, progress)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
         if target is not None:
             with bad_input():
@@ -60,6 +63,37 @@ def check(request: Request) -> None:
         raise BadInput(f"--seed: expected a number in [0, 2^32), got {request.seed}")
     if "" in request.stops:
         raise BadInput("--stop: expected a text, got an empty one")
+    given = [f"--{name.replace('_', '-')}" for name, value in request.constraints.items() if value is not None]
+    if len(given) > 1:
+        raise BadInput(f"{' and '.join(given)}: expected one of them")
+    if given and request.stops:
+        raise BadInput(f"--stop: expected none beside {given[0]}, whose match it would cut")
+
+
+def read_constraint(request: Request) -> dict[str, Any]:
+    """The constraint's name and source, checked; none or one. A schema is read from its file."""
+    from jaxdecode.constraints import check_source
+
+    found = {name: value for name, value in request.constraints.items() if value is not None}
+    if "json_schema" in found:
+        path = Path(found["json_schema"]).expanduser()
+        try:
+            found["json_schema"] = json_text.loads(path.read_bytes().decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: expected JSON in UTF-8, got {error}") from None
+    for name, source in found.items():
+        check_source(name, source)
+    return found
+
+
+def compiled(loaded: Loaded, constraint: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """The constraint for the model's tokenizer, from the user's cache if it was compiled before."""
+    from jaxdecode.checkpoint.converted import cache_folder
+    from jaxdecode.constraints import compiled_fields
+
+    if constraint:
+        progress("compiling the grammar")
+    return compiled_fields(constraint, loaded.tokenizer, folder=cache_folder() / "grammars")
 
 
 def settings_of(request: Request) -> dict[str, Any]:
@@ -91,7 +125,7 @@ def encode(loaded: Loaded, text: str, request: Request) -> list[int]:
     return loaded.tokenizer.chat([*system, {"role": "user", "content": text}])
 
 
-def write(loaded: Loaded, ids: list[int], request: Request, progress: Progress) -> Written:
+def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Request, progress: Progress) -> Written:
     """Decode after ``ids``, one step at a time, printing the pieces if it streams; Ctrl-C ends it early."""
     import jax
 
@@ -112,8 +146,9 @@ def write(loaded: Loaded, ids: list[int], request: Request, progress: Progress) 
 
     with deferred_interrupt() as interrupted:
         with bad_input():
-            options = {"key": jax.random.key(request.seed), "settings": loaded.settings(**settings_of(request))}
-            decoder, state = start(loaded.model, loaded.params, [ids], **options)
+            settings = loaded.settings(**settings_of(request), **grammar)
+            key = jax.random.key(request.seed)
+            decoder, state = start(loaded.model, loaded.params, [ids], key=key, settings=settings)
         keys = np.asarray(jax.random.key_data(state.keys)).reshape(rows, -1).tolist()
         steps = Steps(decoder, loaded.params, state)
         while not interrupted() and (step := next(steps, None)) is not None:

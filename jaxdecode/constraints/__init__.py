@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from jaxdecode.constraints.compiling import choices, json_schema, regex
+from jaxdecode.constraints.compiling import check_source, choices, compiled_fields, json_schema, regex
 from jaxdecode.constraints.grammar import Grammar, Vocabulary, vocabulary_of
 from jaxdecode.constraints.importance import resample
 
-__all__ = ["Grammar", "Vocabulary", "choices", "json_schema", "regex", "resample", "vocabulary_of"]
+__all__ = [
+    "Grammar",
+    "Vocabulary",
+    "check_source",
+    "choices",
+    "compiled_fields",
+    "json_schema",
+    "regex",
+    "resample",
+    "vocabulary_of",
+]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdecode.constraints.language import LAST, Alternatives, Characters, Language, Ranges, Repeat, Concatenation
+from jaxdecode.constraints.language import LAST, Alternatives, Characters, Concatenation, Language, Ranges, Repeat
 
 __all__ = ["ByteAutomaton", "byte_automaton"]
 
@@ -29,11 +29,11 @@ class ByteAutomaton(NamedTuple):
 
 
 class _Letters(NamedTuple):
-    """of[0x110000]: the letter of each code point, -1 for surrogates; members: the letters of each set; count."""
+    """of[0x110000]: the letter of each code point, -1 for surrogates; members: the letters of each set; how many."""
 
     of: np.ndarray
     members: dict[Ranges, tuple[int, ...]]
-    count: int
+    size: int
 
 
 def _sets(language: Language) -> set[Ranges]:
@@ -134,7 +134,7 @@ def _deterministic(parts: _Parts, start: int) -> tuple[np.ndarray, np.ndarray]:
             if move is not None:
                 for letter in move[0]:
                     targets.setdefault(letter, []).append(move[1])
-        row = np.zeros(parts.letters.count, np.int32)
+        row = np.zeros(parts.letters.size, np.int32)
         for letter, reached in targets.items():
             new = closure(frozenset(reached))
             if new not in numbers:

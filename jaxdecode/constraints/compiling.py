@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
@@ -18,21 +18,19 @@ import numpy as np
 from jaxdecode.checks import require, shorten
 from jaxdecode.constraints.automaton import byte_automaton
 from jaxdecode.constraints.grammar import Grammar, Vocabulary, grammar_of_bytes, vocabulary_of
-from jaxdecode.constraints.language import either, text
-from jaxdecode.constraints.regex import parse_regex
+from jaxdecode.constraints.language import Language, either, text
+from jaxdecode.constraints.patterns import parse_regex
 from jaxdecode.constraints.schema import schema_language
 
 if TYPE_CHECKING:
     from jaxdecode.text.tokenizer import Tokenizer
 
-__all__ = ["choices", "json_schema", "regex"]
+__all__ = ["check_source", "choices", "compiled_fields", "json_schema", "regex"]
 
 _VERSION = 1  # of what is compiled and how it is stored: raised whenever either changes
 
 
-def regex(
-    pattern: str, vocabulary: Tokenizer | Vocabulary | Sequence[bytes], *, folder: Path | None = None
-) -> Grammar:
+def regex(pattern: str, vocabulary: Tokenizer | Vocabulary | Sequence[bytes], *, folder: Path | None = None) -> Grammar:
     r"""Texts that ``pattern`` matches as a whole, in Python's syntax, as tokens of ``vocabulary``.
 
     vocabulary: a tokenizer, or the bytes of each id. folder: where compiled grammars are kept between processes.
@@ -42,7 +40,6 @@ def regex(
     >>> [grammar.matches(ids) for ids in ([1, 0, 2], [0], [2], [3])]
     [True, True, False, False]
     """
-    require(isinstance(pattern, str), "regex", "a pattern", type(pattern).__name__)
     return _compiled("regex", pattern, vocabulary_of(vocabulary), folder)
 
 
@@ -57,17 +54,7 @@ def json_schema(
     >>> [grammar.matches(ids) for ids in ([0, 1], [2], [3])]
     [True, True, False]
     """
-    if isinstance(schema, str):
-        source = schema
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise ValueError(f"json_schema: expected JSON, got {error}: {shorten(source)}") from None
-    try:
-        source = json.dumps(schema)  # in its order: properties are written in it
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"json_schema: expected a schema of JSON values, got {error}") from None
-    return _compiled("json_schema", source, vocabulary_of(vocabulary), folder)
+    return _compiled("json_schema", schema, vocabulary_of(vocabulary), folder)
 
 
 def choices(
@@ -78,12 +65,63 @@ def choices(
     >>> choices(["yes", "no"], [b"n", b"o", b"yes"]).matches([0, 1])
     True
     """
-    ok = isinstance(options, (list, tuple)) and len(options) > 0 and all(isinstance(x, str) for x in options)
-    require(ok, "choices", "a list of texts", options)
-    return _compiled("choices", json.dumps(list(options)), vocabulary_of(vocabulary), folder)
+    return _compiled("choices", options, vocabulary_of(vocabulary), folder)
 
 
-def _compiled(kind: str, source: str, vocabulary: Vocabulary, folder: Path | None) -> Grammar:
+def check_source(kind: str, source: Any) -> None:
+    """Raise what compiling ``source`` would say of it, whatever the vocabulary. kind: the name of the function."""
+    language = _language(kind, _normal(kind, source))
+    byte_automaton(language)
+
+
+def compiled_fields(fields: Mapping[str, Any], tokenizer: Tokenizer, *, folder: Path | None = None) -> dict[str, Any]:
+    """Fields of ``Settings`` with patterns, schemas and texts compiled for a tokenizer; what is compiled already stays.
+
+    A ``prefix`` that is a text becomes the ids that encode it.
+    """
+    out = dict(fields)
+    for kind, source in fields.items():
+        is_ids = kind == "choices" and not any(isinstance(x, str) for x in (source or ()))
+        if kind in _KINDS and source is not None and not isinstance(source, Grammar) and not is_ids:
+            out[kind] = _KINDS[kind](source, tokenizer, folder=folder)
+        elif kind == "prefix" and isinstance(source, str):
+            out[kind] = tokenizer.encode(source, special=False, bos=False)
+    return out
+
+
+_KINDS: dict[str, Callable[..., Grammar]] = {"regex": regex, "json_schema": json_schema, "choices": choices}
+
+
+def _normal(kind: str, source: Any) -> str:
+    """The request as one text, equal for equal ones."""
+    if kind == "regex":
+        require(isinstance(source, str), "regex", "a pattern", type(source).__name__)
+        return source
+    if kind == "choices":
+        ok = isinstance(source, (list, tuple)) and len(source) > 0 and all(isinstance(x, str) for x in source)
+        require(ok, "choices", "a list of texts", source)
+        return json.dumps(list(source))
+    if isinstance(source, str):
+        try:
+            source = json.loads(source)
+        except ValueError as error:
+            raise ValueError(f"json_schema: expected JSON, got {error}: {shorten(source)}") from None
+    try:
+        return json.dumps(source)  # in its order: properties are written in it
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json_schema: expected a schema of JSON values, got {error}") from None
+
+
+def _language(kind: str, source: str) -> Language:
+    if kind == "regex":
+        return parse_regex(source)
+    if kind == "json_schema":
+        return schema_language(json.loads(source))
+    return either(map(text, json.loads(source)))
+
+
+def _compiled(kind: str, source: Any, vocabulary: Vocabulary, folder: Path | None) -> Grammar:
+    source = _normal(kind, source)
     if folder is None:
         return _compile(kind, source, vocabulary)
     key = hashlib.sha256(json.dumps([_VERSION, kind, source, vocabulary.digest]).encode()).hexdigest()
@@ -97,13 +135,7 @@ def _compiled(kind: str, source: str, vocabulary: Vocabulary, folder: Path | Non
 
 @functools.lru_cache(maxsize=32)
 def _compile(kind: str, source: str, vocabulary: Vocabulary) -> Grammar:
-    if kind == "regex":
-        language = parse_regex(source)
-    elif kind == "json_schema":
-        language = schema_language(json.loads(source))
-    else:
-        language = either(map(text, json.loads(source)))
-    return grammar_of_bytes(byte_automaton(language), vocabulary, kind)
+    return grammar_of_bytes(byte_automaton(_language(kind, source)), vocabulary, kind)
 
 
 def _read(path: Path, kind: str) -> Grammar | None:
@@ -118,9 +150,9 @@ def _read(path: Path, kind: str) -> Grammar | None:
         step.ndim == 2
         and accept.shape == step.shape[:1]
         and all(a.dtype == np.int32 for a in (step, classes))
-        and 0 <= step.min()
+        and step.min() >= 0
         and step.max() < len(step)
-        and 0 <= classes.min()
+        and classes.min() >= 0
         and classes.max() < step.shape[1]
         and 0 < grammar.start < len(step)
     )

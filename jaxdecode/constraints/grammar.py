@@ -128,8 +128,12 @@ def vocabulary_of(source: Tokenizer | Vocabulary | Sequence[bytes]) -> Vocabular
         return source
     if hasattr(source, "id_to_bytes"):
         return _of_tokenizer(source)
-    ok = not isinstance(source, (str, bytes)) and all(isinstance(b, bytes) for b in source)
-    require(ok, "vocabulary", "a tokenizer, or the bytes of each id", type(source).__name__)
+    require(
+        all(isinstance(b, bytes) for b in source),
+        "vocabulary",
+        "a tokenizer, or the bytes of each id",
+        type(source).__name__,
+    )
     return Vocabulary(source)
 
 
@@ -182,8 +186,8 @@ def grammar_of_ids(options: Sequence[Sequence[int]], vocab_size: int, name: str)
     place = {token: i + 1 for i, token in enumerate(tokens)}
     require(len(nodes) * (len(tokens) + 1) <= MOST_ENTRIES, name, "fewer or shorter ones", len(options))
     step = np.zeros((len(nodes), len(tokens) + 1), np.int32)
-    for i, node in enumerate(nodes):
-        for token, target in node.items():
+    for i, arrows in enumerate(nodes):
+        for token, target in arrows.items():
             step[i, place[token]] = target
     of_token = np.zeros(vocab_size, np.int64)
     of_token[tokens] = np.arange(1, len(tokens) + 1)

@@ -23,7 +23,9 @@ def resample(key: jax.Array, generated: Generated) -> Generated:
     """
     weight = generated.log_weight
     if weight is None or weight.ndim != 2:
-        raise ValueError("resample: expected the result of a constraint with num_samples, got one without log_weight[B,K]")
+        raise ValueError(
+            "resample: expected the result of a constraint with num_samples, got one without log_weight[B,K]"
+        )
     if checks.is_concrete(weight):
         bad = bool(jnp.any(jnp.isnan(weight)))
         checks.require(not bad, "resample: log_weight", "weights of sampled rows, with no filter on", "NaN")

@@ -131,7 +131,7 @@ def _places(x: Decimal, most: int) -> str:
 
 def _between(low: str, high: str | None, open_low: bool, open_high: bool, places: int) -> Language:
     """What may follow the whole part: nothing or a point and digits, whose value is from 0.low to 0.high (None: 1)."""
-    parts = []
+    parts: list[Language] = []
     if low == "" and not open_low and (high or not open_high):
         parts.append(EMPTY)
     if places:

@@ -15,10 +15,14 @@ from jaxdecode.transforms.automaton import automaton, prefix
 __all__ = ["check_constraints", "constraint_transforms"]
 
 
-def check_constraints(regex: Any, json_schema: Any, choices: Any) -> None:
-    """At most one of them, and of the right kind."""
+def check_constraints(regex: Any, json_schema: Any, choices: Any, stop: Any) -> None:
+    """At most one of them, of the right kind, and no stop sequences, which would cut a match."""
     given = [n for n, v in (("regex", regex), ("json_schema", json_schema), ("choices", choices)) if v is not None]
     require(len(given) <= 1, " and ".join(given), "one of them", "several")
+    if given:
+        require(
+            not is_concrete(stop) or len(stop) == 0, "stop", f"none beside {given[0]}, whose match it would cut", stop
+        )
     for name, value in (("regex", regex), ("json_schema", json_schema)):
         if value is not None and not isinstance(value, Grammar):
             raise ValueError(

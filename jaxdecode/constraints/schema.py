@@ -29,7 +29,7 @@ from jaxdecode.constraints.language import (
     sequence,
     text,
 )
-from jaxdecode.constraints.regex import parse_regex
+from jaxdecode.constraints.patterns import parse_regex
 
 __all__ = ["schema_language"]
 
@@ -52,7 +52,8 @@ _PLAIN = complement(((0, 31), (34, 34), (92, 92)))  # what a JSON string holds a
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _COMMA, _COLON = (sequence(text(mark), optional(text(" "))) for mark in ",:")
 # Part of each format, where it is easy to say and every validator agrees.
-_DAY = r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+_TO_28 = "(?:0[1-9]|1[0-9]|2[0-8])"
+_DAY = rf"(?:(?:0[1-9]|1[0-2])-{_TO_28}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
 _BYTE = r"(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
@@ -239,9 +240,7 @@ class _Reader:
     def is_kind(value: Any, kind: str) -> bool:
         return _type_of(value) == kind or (kind == "number" and _type_of(value) == "integer")
 
-    def combined(
-        self, schema: Mapping[str, Any], word: str, place: str, refs: tuple[str, ...], depth: int
-    ) -> Language:
+    def combined(self, schema: Mapping[str, Any], word: str, place: str, refs: tuple[str, ...], depth: int) -> Language:
         self.only(schema, {word}, place, f" beside {word!r}")
         parts = schema[word]
         if not isinstance(parts, list) or not parts:
@@ -253,7 +252,9 @@ class _Reader:
             for i, (a, _, _) in enumerate(resolved):
                 for j, (b, _, _) in enumerate(resolved[:i]):
                     if not self.disjoint(a, b, refs):
-                        _fail(place, f"'oneOf' is supported only where no value fits two schemas; {j} and {i} may overlap")
+                        _fail(
+                            place, f"'oneOf' is supported only where no value fits two schemas; {j} and {i} may overlap"
+                        )
         return either([self.value(p, f"{place}/{word}/{i}", refs, depth) for i, p in enumerate(parts)])
 
     def disjoint(self, a: Any, b: Any, refs: tuple[str, ...]) -> bool:

@@ -176,9 +176,9 @@ class _Reader:
             bounds = (0, 1)
         else:
             bounds = self.bounds() if self.take("{") else None
-            if bounds is None:
-                self.at = at  # a brace that counts nothing is a character
-                return part
+        if bounds is None:
+            self.at = at  # a brace that counts nothing is a character
+            return part
         if self.take("+"):
             self.fail("possessive repetition is not supported")
         self.take("?")  # lazy: the same texts match
