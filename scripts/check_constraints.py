@@ -1,7 +1,7 @@
 """Generations under every grammar of tests/grammars.py, each checked by an independent validator.
 
-    python scripts/check_constraints.py random           # 1,000 each, logits at random, SmolLM2's vocabulary
-    python scripts/check_constraints.py model [PART]     # 50 each with SmolLM2-135M; PART: part of a grammar's name
+python scripts/check_constraints.py random           # 1,000 each, logits at random, SmolLM2's vocabulary
+python scripts/check_constraints.py model [PART]     # 50 each with SmolLM2-135M; PART: part of a grammar's name
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def main(how: str, part: str = "") -> None:
                 if reason == "EOS":
                     check(kind, source, loaded.tokenizer.decode(ids, continuation=True))
         seconds = time.perf_counter() - begun
-        print(f"{name}: {reasons}, {np.mean(lengths):.1f} tokens, compiled in {compiled:.2f} s, {seconds:.1f} s in all", flush=True)
+        print(  # noqa: T201
+            f"{name}: {reasons}, {np.mean(lengths):.1f} tokens, compiled in {compiled:.2f} s, {seconds:.1f} s in all",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,12 @@ SCHEMAS: dict[str, Any] = {
         "properties": {"from": {"$ref": "#/$defs/point"}, "to": {"$ref": "#/$defs/point"}},
         "required": ["from", "to"],
         "$defs": {
-            "point": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 2, "maxItems": 2}
+            "point": {
+                "type": "array",
+                "items": {"type": "integer", "minimum": 0, "maximum": 9},
+                "minItems": 2,
+                "maxItems": 2,
+            }
         },
     },
     "map": {"type": "object", "additionalProperties": {"type": ["integer", "null"]}, "maxProperties": 3},

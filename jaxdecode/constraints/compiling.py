@@ -141,7 +141,7 @@ def _compile(kind: str, source: str, vocabulary: Vocabulary) -> Grammar:
 def _read(path: Path, kind: str) -> Grammar | None:
     """A stored grammar; None if there is none that is sound."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             step, classes, accept, start = (stored[name] for name in ("step", "class_of_token", "accept", "start"))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None

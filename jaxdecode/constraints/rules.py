@@ -14,6 +14,8 @@ from jaxdecode.transforms.automaton import automaton, prefix
 
 __all__ = ["check_constraints", "constraint_transforms"]
 
+Tables = tuple[np.ndarray, np.ndarray, np.ndarray]
+
 
 def check_constraints(regex: Any, json_schema: Any, choices: Any, stop: Any) -> None:
     """At most one of them, of the right kind, and no stop sequences, which would cut a match."""
@@ -32,11 +34,22 @@ def check_constraints(regex: Any, json_schema: Any, choices: Any, stop: Any) -> 
 
 
 def constraint_transforms(
-    regex: Any, json_schema: Any, choices: Any, first: Any, *, eos: Any, limit: Any, vocab_size: int
+    regex: Any,
+    json_schema: Any,
+    choices: Any,
+    first: Any,
+    *,
+    eos: Any,
+    limit: Any,
+    vocab_size: int,
+    banned: np.ndarray | None = None,
+    least: Any = 0,
 ) -> dict[str, LogitsTransform]:
     """Masks by name, for eos[B,E] and limit[B].
 
-    ValueError if nothing would match within the limit, after the prefix, or without an end id.
+    banned: bool[V], tokens that another mask forbids in every row. least: tokens before an end id is allowed, scalar or
+    [B]. Both count in what can still be finished. ValueError if nothing would match within the limit, after the prefix,
+    or without an end id.
     """
     out: dict[str, LogitsTransform] = {}
     ids = None if first is None else _rows_of_ids(first, len(eos), vocab_size)
@@ -48,28 +61,29 @@ def constraint_transforms(
         grammar = choices if isinstance(choices, Grammar) else _trie(_options(choices), vocab_size)
     if grammar is None:
         return out
-    if not is_concrete(eos):
-        raise ValueError(f"eos: expected concrete ids beside {grammar.name}, got a traced array")
-    require(
-        grammar.vocab_size <= vocab_size,
-        grammar.name,
-        f"a grammar over at most the model's {vocab_size} ids",
-        grammar.vocab_size,
-    )
-    tables = _tables(grammar, _end_ids(grammar, np.asarray(eos)), vocab_size)
-    _check_budget(grammar, tables[2][0], ids, limit)
-    out["grammar"] = automaton(*tables, start=np.int32(grammar.start), eos=eos)
+    if not (is_concrete(eos) and is_concrete(least)):
+        raise ValueError(f"eos, min_new_tokens: expected concrete ones beside {grammar.name}, got a traced array")
+    known = grammar.vocab_size
+    require(known <= vocab_size, grammar.name, f"a grammar over at most the model's {vocab_size} ids", known)
+    never = _end_ids(grammar, np.asarray(eos))
+    never |= False if banned is None else banned[:known]
+    # One size class for few numbers of tokens: they are data of one program.
+    most = (1 << int(np.max(least, initial=0)).bit_length()) - 1
+    tables = _tables(grammar, np.packbits(never).tobytes(), most, vocab_size)
+    _check_budget(grammar, tables, ids, limit, np.broadcast_to(least, (len(eos),)))
+    out["grammar"] = automaton(*tables, start=np.int32(grammar.start), eos=eos, least=least)
     return out
 
 
-def _end_ids(grammar: Grammar, eos: np.ndarray) -> tuple[int, ...]:
-    """The end ids that stand for text too: as tokens of a match they don't count."""
+def _end_ids(grammar: Grammar, eos: np.ndarray) -> np.ndarray:
+    """bool[V of the grammar]: end ids that stand for text too; as tokens of a match they don't count."""
     require(bool(np.all(np.any(eos >= 0, axis=1))), "eos", f"an end id beside {grammar.name}", "none")
-    known = [tuple(sorted({int(i) for i in row if 0 <= i < grammar.vocab_size})) for row in eos]
-    text = [tuple(i for i in row if grammar.class_of_token[i]) for row in known]
-    same = len(set(text)) == 1
-    require(same, "eos", f"the same end ids for all rows beside {grammar.name}, where they stand for text", eos)
-    return text[0]
+    ends = np.zeros((len(eos), grammar.vocab_size), bool)
+    for row, ids in zip(ends, eos, strict=True):
+        row[[i for i in ids if 0 <= i < grammar.vocab_size and grammar.class_of_token[i]]] = True
+    expected = f"the same end ids for all rows beside {grammar.name}, where they stand for text"
+    require(bool(np.all(ends == ends[0])), "eos", expected, eos)
+    return ends[0]
 
 
 def _rows_of_ids(first: Any, batch_size: int, vocab_size: int) -> np.ndarray:
@@ -98,25 +112,29 @@ def _trie(options: tuple[tuple[int, ...], ...], vocab_size: int) -> Grammar:
     return grammar_of_ids(options, vocab_size, "choices")
 
 
-def _check_budget(grammar: Grammar, distance: np.ndarray, first: np.ndarray | None, limit: Any) -> None:
+def _check_budget(grammar: Grammar, tables: Tables, first: np.ndarray | None, limit: Any, least: np.ndarray) -> None:
     """Every row can finish: the prefix begins a match, and the rest of the shortest one fits, end id included."""
-    require(distance[grammar.start] < NEVER, grammar.name, "a match without end ids in it", "none")
-    for row, most in enumerate(np.asarray(limit)):
+    step, class_of_token, distance = tables
+    require(distance[0, grammar.start] < NEVER, grammar.name, "a match without the tokens that are banned", "none")
+    for row, (most, owed) in enumerate(zip(np.asarray(limit), least, strict=True)):
         ids = [] if first is None else [int(i) for i in first[row] if i >= 0]
-        known = all(i < grammar.vocab_size for i in ids)
-        needed = len(ids) + int(distance[grammar.after(ids)]) if known else NEVER
-        require(needed < NEVER, "prefix", f"one that begins a match of {grammar.name}", ids)
+        state = grammar.start
+        for token in ids:
+            state = int(step[state, class_of_token[token]])
+        needed = len(ids) + int(distance[max(0, int(owed) - len(ids)), state])
+        require(state != 0, "prefix", f"one that begins a match of {grammar.name}", ids)
         require(needed <= most, "max_new_tokens", f"at least {needed}, the shortest match and an end id", int(most))
 
 
 @functools.lru_cache(maxsize=32)
-def _tables(grammar: Grammar, banned: tuple[int, ...], vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tables(grammar: Grammar, banned: bytes, least: int, vocab_size: int) -> Tables:
     """The tables of the automaton in a size class, so that grammars of like size share a compiled program."""
-    grammar = grammar.without(np.isin(np.arange(grammar.vocab_size), banned))
+    never = np.unpackbits(np.frombuffer(banned, np.uint8), count=grammar.vocab_size).astype(bool)
+    grammar = grammar.without(never)
     states, classes = (max(16, 1 << (n - 1).bit_length()) for n in grammar.step.shape)
     more = (states - grammar.step.shape[0], classes - grammar.step.shape[1])
     return (
         np.pad(grammar.step, ((0, more[0]), (0, more[1]))),
         np.pad(grammar.class_of_token, (0, vocab_size - grammar.vocab_size)),
-        np.pad(grammar.distances(), ((0, 0), (0, more[0])), constant_values=NEVER),
+        np.pad(grammar.distances(least), ((0, 0), (0, more[0])), constant_values=NEVER),
     )

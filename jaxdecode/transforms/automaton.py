@@ -52,7 +52,7 @@ def _init(params: dict[str, Any], ctx: Context) -> State:
 
 def _advance(params: dict[str, Any], state: State, token: jax.Array, logprob: jax.Array) -> State:
     step, class_of_token, _ = params["tables"].value
-    return step[state, jnp.take(class_of_token, token)]
+    return jnp.asarray(step)[state, jnp.take(class_of_token, token)]
 
 
 def automaton(
