@@ -251,7 +251,7 @@ def test_bans_and_a_least_length_count_in_what_can_be_finished() -> None:
     first, second = ({tuple(ids) for ids in row} for row in out.to_lists())
     assert second == {(1, 1, 0, END), (1, 1, 1, END)}
     assert first == second | {(1, END), (1, 0, END), (1, 1, END)}
-    with pytest.raises(ValueError, match="^max_new_tokens: expected at least 4"):
+    with pytest.raises(ValueError, match=r"^max_new_tokens: expected at least 4"):
         constraint_transforms(grammar, None, None, None, limit=[4, 3], **asked)
 
 

