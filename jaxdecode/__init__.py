@@ -25,9 +25,37 @@ if TYPE_CHECKING:
     )
     from jaxdecode.checkpoint import Loaded, load, save
     from jaxdecode.decoders import greedy, sample
-    from jaxdecode.generation import Settings, generate
+    from jaxdecode.generation import generate
     from jaxdecode.loop import run, run_until_done, stream
-    from jaxdecode.transforms import Context, LogitsTransform, chain, min_p, temperature, top_k, top_p
+    from jaxdecode.rulebook import Settings
+    from jaxdecode.transforms import (
+        Context,
+        LogitsTransform,
+        allowed_ids,
+        bad_words,
+        banned_ids,
+        chain,
+        dry,
+        dynamic_temperature,
+        epsilon,
+        eta,
+        forced,
+        frequency_penalty,
+        logit_bias,
+        min_new_tokens,
+        min_p,
+        mirostat,
+        no_repeat_ngram,
+        p_less,
+        presence_penalty,
+        repetition_penalty,
+        temperature,
+        top_k,
+        top_n_sigma,
+        top_p,
+        typical_p,
+        xtc,
+    )
 
 __all__ = [
     "Context",
@@ -44,14 +72,30 @@ __all__ = [
     "Shared",
     "StepInfo",
     "__version__",
+    "allowed_ids",
+    "bad_words",
+    "banned_ids",
     "chain",
     "constraints",
+    "dry",
+    "dynamic_temperature",
+    "epsilon",
+    "eta",
+    "forced",
+    "frequency_penalty",
     "generate",
     "greedy",
     "load",
+    "logit_bias",
+    "min_new_tokens",
     "min_p",
+    "mirostat",
+    "no_repeat_ngram",
+    "p_less",
+    "presence_penalty",
     "put_rows",
     "repeat_rows",
+    "repetition_penalty",
     "run",
     "run_until_done",
     "sample",
@@ -61,7 +105,10 @@ __all__ = [
     "temperature",
     "testing",
     "top_k",
+    "top_n_sigma",
     "top_p",
+    "typical_p",
+    "xtc",
 ]
 
 # Where each name lives. It is imported when first used, so that `jaxdecode --help` and the version cost no jax.
@@ -69,9 +116,14 @@ _HOME = {
     "base": "Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows",
     "checkpoint": "Loaded load save",
     "decoders": "greedy sample",
-    "generation": "Settings generate",
+    "generation": "generate",
     "loop": "run run_until_done stream",
-    "transforms": "Context LogitsTransform chain min_p temperature top_k top_p",
+    "rulebook": "Settings",
+    "transforms": (
+        "Context LogitsTransform allowed_ids bad_words banned_ids chain dry dynamic_temperature epsilon "
+        "eta forced frequency_penalty logit_bias min_new_tokens min_p mirostat no_repeat_ngram p_less "
+        "presence_penalty repetition_penalty temperature top_k top_n_sigma top_p typical_p xtc"
+    ),
 }
 _HOME_OF = {name: f"jaxdecode.{module}" for module, names in _HOME.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""``Settings`` and ``generate``: one jitted call from prompts to results."""
+"""``generate``: one jitted call from prompts to results."""
 
 from __future__ import annotations
 
@@ -11,177 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdecode import checks, kvcache, transforms
+from jaxdecode import checks, kvcache
 from jaxdecode import keys as keys_
-from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, Shared, repeat_rows
-from jaxdecode.constraints.rules import check_constraints, constraint_transforms
+from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, repeat_rows
 from jaxdecode.decoders import common, sample
 from jaxdecode.loop import run_until_done
+from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import LogitsTransform
 
 __all__ = ["Settings", "generate", "start"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How to decode. Numbers are scalars or one per row [B], and may be traced; None leaves a filter out.
-
-    An off value (top_k=0, top_p=1, min_p=0) keeps the filter in the program, so changing numbers never recompiles.
-    max_new_tokens: output tokens, 0 allowed; its maximum N is static. temperature: 0 is a greedy row. eos: end ids
-    for all rows, or int [B,E] padded with -1. stop: token sequences for all rows, or one list of them per row.
-    num_samples: outputs per prompt, one prefill for all of them. top_logprobs: likeliest ids to record at every step.
-    regex, json_schema, choices: a compiled grammar (one of them; ``choices`` may be lists of ids) that the output,
-    closed by an end id, has to match. prefix: ids that the output begins with, or one list of them per row.
-    ValueError for anything out of range.
-    """
-
-    max_new_tokens: Any = 128
-    temperature: Any = 1.0
-    top_k: Any = None
-    top_p: Any = None
-    min_p: Any = None
-    eos: Any = ()
-    stop: Any = ()
-    num_samples: int = 1
-    top_logprobs: int = 0
-    regex: Any = None
-    json_schema: Any = None
-    choices: Any = None
-    prefix: Any = None
-
-    def __post_init__(self) -> None:
-        checks.require(
-            checks.is_concrete(self.max_new_tokens),
-            "max_new_tokens",
-            "concrete numbers (N is static)",
-            "a traced value",
-        )
-        for name, least in (("num_samples", 1), ("top_logprobs", 0)):
-            value = getattr(self, name)
-            checks.require(type(value) is int and value >= least, name, f"a whole number >= {least}", value)
-        check_constraints(self.regex, self.json_schema, self.choices, self.stop)
-        self._chain()
-        self._limit()
-
-    @property
-    def constrained(self) -> bool:
-        """Whether something says what the output may be, so that its weight (S9.3) is of use."""
-        return any(x is not None for x in (self.regex, self.json_schema, self.choices, self.prefix))
-
-    def _limit(self) -> Any:
-        return checks.whole(self.max_new_tokens, lambda n: n >= 0, "max_new_tokens", "whole numbers >= 0")
-
-    @property
-    def size(self) -> int:
-        """N, the largest ``max_new_tokens``."""
-        return int(np.max(self._limit(), initial=0))
-
-    def _chain(self, masks: dict[str, LogitsTransform] | None = None) -> tuple[dict[str, LogitsTransform], Any]:
-        """The transforms by name, in the documented order, and which rows are greedy."""
-        warm = transforms.temperature(self.temperature)
-        xp: Any = np if checks.is_concrete(warm.params) else jnp
-        greedy = warm.params == 0
-        parts = {} if masks is None else dict(masks)
-        parts["temperature"] = dataclasses.replace(
-            warm, params=xp.where(greedy, xp.ones_like(warm.params), warm.params)
-        )
-        for name, factory in (("top_k", transforms.top_k), ("top_p", transforms.top_p), ("min_p", transforms.min_p)):
-            value = getattr(self, name)
-            if value is not None:
-                parts[name] = factory(value)
-        return parts, greedy
-
-    def rules(self, batch_size: int, vocab_size: int, *, transform: LogitsTransform | None = None) -> Rules:
-        """These settings as ``Rules`` for B rows; ``transform`` comes before temperature and filters.
-
-        ValueError for an array whose length is not B, or an id outside [0, V).
-        """
-        limit, eos = _rows(self._limit(), batch_size, "max_new_tokens"), _eos(self.eos, batch_size, vocab_size)
-        first = {} if transform is None else {"transform": transforms.chain(transform)}
-        if self.constrained:
-            kinds = (self.regex, self.json_schema, self.choices, self.prefix)
-            first |= constraint_transforms(*kinds, eos=eos, limit=limit, vocab_size=vocab_size)
-        named, greedy = self._chain(first)
-        rows = {
-            name: jax.tree.map(lambda x, name=name: _rows(x, batch_size, name), part, is_leaf=_shared)
-            for name, part in named.items()
-        }
-        traced = [checks.in_range(p.params) for name, p in rows.items() if name not in first and _traced(p.params)]
-        if _traced(eos):
-            traced.append(jnp.all((eos >= -1) & (eos < vocab_size), axis=1))
-        for valid in traced:  # filters are skipped by greedy rows: their poison must show here
-            limit = jnp.where(valid, limit, -1)
-        return Rules(
-            transform=transforms.chain(*rows.values()),
-            greedy=_rows(greedy, batch_size, "temperature"),
-            eos=eos,
-            limit=limit,
-            stop=_stop(self.stop, batch_size, vocab_size),
-        )
-
-
-def _traced(x: Any) -> bool:
-    return not checks.is_concrete(x)
-
-
-def _shared(x: Any) -> bool:
-    return isinstance(x, Shared)
-
-
-def _rows(x: Any, batch_size: int, what: str) -> Any:
-    """A scalar as [B]; an array must have B rows already."""
-    if _shared(x):
-        return x
-    if np.ndim(x) == 0:
-        xp: Any = np if checks.is_concrete(x) and not isinstance(x, jax.Array) else jnp
-        return xp.broadcast_to(x, (batch_size,))
-    checks.require(np.shape(x)[0] == batch_size, what, f"a scalar or {batch_size} rows", f"shape {np.shape(x)}")
-    return x
-
-
-def _eos(eos: Any, batch_size: int, vocab_size: int) -> Any:
-    if not checks.is_concrete(eos):
-        ok = eos.ndim == 2 and eos.shape[0] == batch_size and jnp.issubdtype(eos.dtype, jnp.integer)
-        checks.require(ok, "eos", f"integers [{batch_size}, E]", f"{eos.dtype}{eos.shape}")
-        return eos.astype(jnp.int32)
-    try:
-        array = np.asarray(eos)
-    except ValueError:  # ragged
-        array = np.asarray([None])
-    array = np.zeros((0,), np.int32) if array.size == 0 else array
-    checks.require(array.size == 0 or np.issubdtype(array.dtype, np.integer), "eos", "integer ids", eos)
-    checks.require(bool(np.all((array >= -1) & (array < vocab_size))), "eos", f"ids in [0, {vocab_size}), or -1", eos)
-    array = array.astype(np.int32)
-    if array.ndim <= 1:
-        return np.broadcast_to(array.reshape(1, -1), (batch_size, array.size))
-    checks.require(array.ndim == 2 and len(array) == batch_size, "eos", f"ids, or [{batch_size}, E]", array.shape)
-    return array
-
-
-def _stop(stop: Any, batch_size: int, vocab_size: int) -> Any:
-    checks.require(checks.is_concrete(stop), "stop", "concrete sequences", "a traced array")
-    expected = f"token sequences, or {batch_size} lists of them"
-    try:  # a bare sequence of ids, a list of sequences, or an empty list, which is either
-        bare = [len(r) > 0 and not any(np.ndim(t) for t in r) for r in stop]
-        nested = [len(r) > 0 and all(np.ndim(t) for t in r) for r in stop]
-    except TypeError:
-        raise ValueError(f"stop: expected {expected}, got {checks.shorten(stop)}") from None
-    clear = all(b or n or len(r) == 0 for b, n, r in zip(bare, nested, stop, strict=True))
-    one_kind = not (any(bare) and any(nested)) and not any(isinstance(r, str) for r in stop)
-    checks.require(clear and one_kind, "stop", expected, stop)
-    rows = [list(r) for r in stop]
-    per_row = [rows] * batch_size if any(bare) or not rows else rows
-    checks.require(len(per_row) == batch_size, "stop", expected, len(per_row))
-    n = max((len(r) for r in per_row), default=0)
-    longest = max((len(s) for r in per_row for s in r), default=0)
-    out = np.full((batch_size, n, longest), -1, np.int32)
-    for b, sequences in enumerate(per_row):
-        for i, sequence in enumerate(sequences):
-            checks.require(len(sequence) > 0, "stop", "non-empty sequences", sequence)
-            ids = np.asarray(sequence)
-            checks.token_ids(ids, vocab_size, "stop")
-            out[b, i, longest - len(ids) :] = ids
-    return out
 
 
 def length_class(n: int) -> int:

@@ -1,8 +1,10 @@
 """The KV cache: an immutable pytree, and the only code that knows its layout.
 
 A row's past has parts: up to two levels of *shared segments* (a prompt that many rows continue, stored once) and the
-row's own *tail*. Keys are stored [row, kv head, head size, slot], values [row, kv head, slot, head size]: both products
-of attention then read memory in order. Row b's tail token number t is always in slot t, so padding never enters.
+row's own *tail*. Row b's tail token number t is always in slot t, so padding never enters. Slots are kept in blocks of
+128, 128, 256, 512, ...: attention goes block by block, merged by log-sum-exp, and skips those that no row has reached,
+so its cost follows the tokens present; and since a block is never cut, it never copies (XLA:CPU copies a slice before a
+product). A block that a row has not reached adds exactly nothing to it: how far other rows are cannot change a row.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxdecode import base, checks
 
 __all__ = [
+    "Block",
     "KVCache",
     "Layer",
     "Plan",
@@ -34,15 +37,18 @@ __all__ = [
     "write",
 ]
 
-BUCKET = 128  # attention reads the first BUCKET * 2^i slots, the fewest that hold every row
+BLOCK = 128  # slots of the first block of a tail
 HIDDEN = -1e30  # a finite score for entries a query may not see: a row that sees nothing stays finite
 
 
-class Layer(NamedTuple):
-    """Keys [R,K,h,T] and values [R,K,T,h] of one layer."""
+class Block(NamedTuple):
+    """Keys [R,K,h,T] and values [R,K,T,h] of T slots: both products of attention read memory in order."""
 
     k: jax.Array
     v: jax.Array
+
+
+Layer = tuple[Block, ...]  # one layer's slots
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +78,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """Tail slots per row."""
-        return self.layers[0].v.shape[2]
+        return _slots(self.layers[0])
 
     @property
     def total(self) -> jax.Array:
@@ -109,18 +115,38 @@ def create(
     """An empty cache for ``max_len`` tokens per row: 2 * n_layers * max_len * n_kv_heads * head_dim numbers a row."""
     rows = (batch_size, n_kv_heads)
 
-    def layer() -> Layer:
-        return Layer(jnp.zeros((*rows, head_dim, max_len), dtype), jnp.zeros((*rows, max_len, head_dim), dtype))
+    def block(size: int) -> Block:
+        return Block(jnp.zeros((*rows, head_dim, size), dtype), jnp.zeros((*rows, size, head_dim), dtype))
 
-    return KVCache(tuple(layer() for _ in range(n_layers)), jnp.zeros((batch_size,), jnp.int32))
+    layers = tuple(tuple(block(size) for size in _block_sizes(max_len)) for _ in range(n_layers))
+    return KVCache(layers, jnp.zeros((batch_size,), jnp.int32))
+
+
+def _block_sizes(slots: int) -> list[int]:
+    """128, 128, 256, 512, ..., the last one cut to what is left."""
+    sizes, total = [min(BLOCK, slots)], BLOCK
+    while total < slots:
+        sizes.append(min(total, slots - total))
+        total *= 2
+    return sizes
+
+
+def _slots(layer: Layer) -> int:
+    return sum(block.v.shape[2] for block in layer)
+
+
+def _offsets(layer: Layer) -> list[tuple[int, Block]]:
+    """Every block with the number of its first slot."""
+    starts = np.cumsum([0, *(block.v.shape[2] for block in layer)])
+    return [(int(start), block) for start, block in zip(starts, layer, strict=False)]
 
 
 class Plan(NamedTuple):
     """Where one call's S tokens go: computed once, used by every layer.
 
     position[B,S] of each token in its row, start[B] the first slot and written[B] how many tokens go there,
-    visible[B,S] tail slots each token sees, length[B] afterwards; bucket, and one of shared_buckets for every shared
-    level: the index of the size that attention reads.
+    visible[B,S] tail slots each token sees, length[B] afterwards; reach, and one of shared_reach for every shared
+    level: slots that some row has filled.
     """
 
     position: jax.Array
@@ -128,21 +154,8 @@ class Plan(NamedTuple):
     written: jax.Array
     visible: jax.Array
     length: jax.Array
-    bucket: jax.Array
-    shared_buckets: tuple[jax.Array, ...]
-
-
-def _sizes(capacity: int) -> list[int]:
-    sizes = [BUCKET]
-    while sizes[-1] < capacity:
-        sizes.append(2 * sizes[-1])
-    return [min(size, capacity) for size in sizes]
-
-
-def _bucket(capacity: int, tokens: jax.Array) -> jax.Array:
-    """The first of the sizes that holds ``tokens[B]``, as an index."""
-    sizes = jnp.array(_sizes(capacity), jnp.int32)
-    return jnp.minimum(jnp.sum(sizes < jnp.max(tokens)), len(sizes) - 1)
+    reach: jax.Array
+    shared_reach: tuple[jax.Array, ...]
 
 
 def plan(cache: KVCache, size: int, lengths: jax.Array | None = None) -> Plan:
@@ -151,47 +164,65 @@ def plan(cache: KVCache, size: int, lengths: jax.Array | None = None) -> Plan:
     if lengths is None:
         lengths = jnp.full_like(cache.length, size)
     place = cache.length[:, None] + steps
-    capacity = cache.capacity
-    after = jnp.minimum(cache.length + lengths, capacity)
+    after = jnp.minimum(cache.length + lengths, cache.capacity)
     return Plan(
         position=(cache.total[:, None] + steps),
         start=cache.length,
         written=after - cache.length,
         visible=jnp.minimum(place + 1, after[:, None]),
         length=after,
-        bucket=_bucket(capacity, after),
-        shared_buckets=tuple(_bucket(s.layers[0].v.shape[2], s.visible) for s in cache.shared),
+        reach=jnp.max(after, initial=0),
+        shared_reach=tuple(jnp.max(s.visible, initial=0) for s in cache.shared),
     )
 
 
 def write(layer: Layer, k: jax.Array, v: jax.Array, plan: Plan) -> Layer:
-    """Put ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the planned slots, in place where the buffer may be reused.
-
-    Row by row, one contiguous window each: a scatter would move one token at a time. The window starts early where S
-    slots would pass the end, and slots that get no token keep what they hold.
-    """
-    batch, size = k.shape[:2]
-    capacity = layer.v.shape[2]
-    width = min(size, capacity)
-    new = Layer(k.transpose(0, 2, 3, 1).astype(layer.k.dtype), v.transpose(0, 2, 1, 3).astype(layer.v.dtype))
+    """Put ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the planned slots, in place where the buffer may be reused."""
+    if k.shape[1] == 1:
+        return tuple(_scatter(block, offset, k[:, 0], v[:, 0], plan) for offset, block in _offsets(layer))
+    new = Block(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
 
     def row(b: jax.Array, layer: Layer) -> Layer:
-        start = jnp.clip(plan.start[b], 0, capacity - width)
-        source = start + jnp.arange(width, dtype=jnp.int32) - plan.start[b]
-        fresh = (source >= 0) & (source < plan.written[b])
+        one = Block(*(lax.dynamic_slice_in_dim(x, b, 1) for x in new))
+        first, count = plan.start[b], plan.written[b]
+        return tuple(_put(block, b, one, first - offset, count) for offset, block in _offsets(layer))
 
-        def put(buffer: jax.Array, tokens: jax.Array, axis: int) -> jax.Array:
-            at = [jnp.asarray(b, jnp.int32), *(start if i == axis else np.int32(0) for i in (1, 2, 3))]
-            shape = [1, *(width if i == axis else buffer.shape[i] for i in (1, 2, 3))]
-            tokens = lax.dynamic_slice_in_dim(tokens, b, 1)
-            if width > 1 or size > 1:
-                tokens = jnp.take(tokens, jnp.clip(source, 0, size - 1), axis=axis)
-            mask = fresh.reshape([width if i == axis else 1 for i in range(4)])
-            return lax.dynamic_update_slice(buffer, jnp.where(mask, tokens, lax.dynamic_slice(buffer, at, shape)), at)
+    return lax.fori_loop(0, len(k), row, layer)
 
-        return Layer(put(layer.k, new.k, 3), put(layer.v, new.v, 2))
 
-    return lax.fori_loop(0, batch, row, layer)
+def _scatter(block: Block, offset: int, k: jax.Array, v: jax.Array, plan: Plan) -> Block:
+    """One token ``k[B,K,h]``, ``v[B,K,h]`` of every row, if its slot is in this block."""
+    slots, rows = block.v.shape[2], jnp.arange(len(k), dtype=jnp.int32)
+    slot = plan.start - offset
+    slot = jnp.where((slot >= 0) & (plan.written > 0), slot, slots)  # outside: dropped
+    return Block(
+        block.k.at[rows, :, :, slot].set(k.astype(block.k.dtype), mode="drop", unique_indices=True),
+        block.v.at[rows, :, slot].set(v.astype(block.v.dtype), mode="drop", unique_indices=True),
+    )
+
+
+def _put(block: Block, b: jax.Array, new: Block, first: jax.Array, count: jax.Array) -> Block:
+    """Row b of a block with the first ``count`` tokens of ``new`` (one row) from slot ``first``, where inside.
+
+    One contiguous window: a scatter would move one token at a time. It starts early where S slots would pass the
+    block's end, and slots that get no token keep what they hold.
+    """
+    slots, size = block.v.shape[2], new.v.shape[2]
+    width = min(size, slots)
+    start = jnp.clip(first, 0, slots - width)
+    source = start + jnp.arange(width, dtype=jnp.int32) - first
+    fresh = (source >= 0) & (source < count)
+
+    def put(buffer: jax.Array, tokens: jax.Array, axis: int) -> jax.Array:
+        at = [jnp.asarray(b, jnp.int32), *(start if i == axis else np.int32(0) for i in (1, 2, 3))]
+        shape = [1, *(width if i == axis else buffer.shape[i] for i in (1, 2, 3))]
+        if size > 1:
+            tokens = jnp.take(tokens, jnp.clip(source, 0, size - 1), axis=axis)
+        mask = fresh.reshape([width if i == axis else 1 for i in range(4)])
+        old = lax.dynamic_slice(buffer, at, shape)
+        return lax.dynamic_update_slice(buffer, jnp.where(mask, tokens.astype(buffer.dtype), old), at)
+
+    return Block(put(block.k, new.k, 3), put(block.v, new.v, 2))
 
 
 def advance(cache: KVCache, layers: Sequence[Layer], plan: Plan) -> KVCache:
@@ -207,10 +238,10 @@ class _Part(NamedTuple):
     total: jax.Array
 
 
-def _attend_part(q: jax.Array, layer: Layer, seen: jax.Array) -> _Part:
-    """q[B,K,M,h] over a part's slots; ``seen[B,M,T]``."""
+def _attend_block(q: jax.Array, block: Block, seen: jax.Array) -> _Part:
+    """q[B,K,M,h] over a block's slots; ``seen[B,M,T]``."""
     wide = np.promote_types(q.dtype, np.float32)
-    k, v = layer.k.astype(q.dtype), layer.v.astype(q.dtype)
+    k, v = block.k.astype(q.dtype), block.v.astype(q.dtype)
     scores = jnp.einsum("bkmh,bkht->bkmt", q, k, preferred_element_type=wide)
     scores = jnp.where(seen[:, None], scores * (q.shape[-1] ** -0.5), HIDDEN)
     top = jnp.max(scores, axis=-1)
@@ -227,33 +258,34 @@ def _merge(a: _Part, b: _Part) -> _Part:
     return _Part(a.out * wa[..., None] + b.out * wb[..., None], top, a.total * wa + b.total * wb)
 
 
-def _bucketed(q: jax.Array, layer: Layer, visible: jax.Array, bucket: jax.Array) -> _Part:
-    """Attention of q[R,K,M,h] over the first ``visible[R,M]`` slots, whose cost follows them: a branch per bucket."""
+def _attend_layer(q: jax.Array, layer: Layer, visible: jax.Array, reach: jax.Array) -> _Part:
+    """Attention of q[R,K,M,h] over the first ``visible[R,M]`` slots, of which ``reach`` are filled in some row."""
 
-    def branch(size: int) -> Any:
-        def run(q: jax.Array, layer: Layer, visible: jax.Array) -> _Part:
-            part = Layer(layer.k[..., :size], layer.v[..., :size, :])
-            return _attend_part(q, part, jnp.arange(size, dtype=jnp.int32)[None, None, :] < visible[:, :, None])
+    def over(block: Block, offset: int) -> _Part:
+        slots = offset + jnp.arange(block.v.shape[2], dtype=jnp.int32)
+        return _attend_block(q, block, slots[None, None, :] < visible[:, :, None])
 
-        return run
+    part = over(layer[0], 0)
+    for offset, block in _offsets(layer)[1:]:
 
-    branches = [branch(size) for size in _sizes(layer.v.shape[2])]
-    if len(branches) == 1:
-        return branches[0](q, layer, visible)
-    return lax.switch(bucket, branches, q, layer, visible)
+        def more(part: _Part, block: Block = block, offset: int = offset) -> _Part:
+            return _merge(part, over(block, offset))
+
+        part = lax.cond(reach > offset, more, lambda part: part, part)
+    return part
 
 
-def _attend_shared(q: jax.Array, segment: Segment, index: int, bucket: jax.Array) -> _Part:
+def _attend_shared(q: jax.Array, segment: Segment, index: int, reach: jax.Array) -> _Part:
     """Attention of q[B,K,M,h] over a shared level."""
     batch, kv, size, head = q.shape
     layer = segment.layers[index]
     if segment.repeats is None:
         layer = base.take_rows(layer, segment.segment_of_row)
-        return _bucketed(q, layer, jnp.broadcast_to(segment.visible[:, None], (batch, size)), bucket)
+        return _attend_layer(q, layer, jnp.broadcast_to(segment.visible[:, None], (batch, size)), reach)
     n = segment.repeats  # the rows of one segment stand side by side: their queries become one block
     block = q.reshape(batch // n, n, kv, size, head).swapaxes(1, 2).reshape(batch // n, kv, n * size, head)
     visible = jnp.repeat(segment.visible.reshape(batch // n, n), size, axis=1)
-    part = _bucketed(block, layer, visible, bucket)
+    part = _attend_layer(block, layer, visible, reach)
 
     def rows(x: jax.Array) -> jax.Array:
         return x.reshape(batch // n, kv, n, size, *x.shape[3:]).swapaxes(1, 2).reshape(batch, kv, size, *x.shape[3:])
@@ -268,9 +300,9 @@ def attend(q: jax.Array, layer: Layer, cache: KVCache, index: int, plan: Plan) -
     """
     batch, kv, groups, size, head = q.shape
     flat = q.reshape(batch, kv, groups * size, head)
-    part = _bucketed(flat, layer, jnp.tile(plan.visible, (1, groups)), plan.bucket)
-    for segment, bucket in zip(cache.shared, plan.shared_buckets, strict=True):
-        part = _merge(part, _attend_shared(flat, segment, index, bucket))
+    part = _attend_layer(flat, layer, jnp.tile(plan.visible, (1, groups)), plan.reach)
+    for segment, reach in zip(cache.shared, plan.shared_reach, strict=True):
+        part = _merge(part, _attend_shared(flat, segment, index, reach))
     out = part.out / part.total[..., None]
     return out.astype(q.dtype).reshape(q.shape)
 
@@ -301,15 +333,23 @@ def share(cache: Any, max_len: int, size: int | None = None) -> Any:
     def one(node: KVCache) -> KVCache:
         if len(node.shared) == 2:
             raise ValueError("share: expected at most one shared level, got two")
-        k = node.layers[0].k
+        k = node.layers[0][0].k
         empty = create(len(node.layers), k.shape[0], k.shape[1], k.shape[2], max_len, k.dtype)
         rows = jnp.arange(k.shape[0], dtype=jnp.int32)
         held = int(np.max(node.length)) if checks.is_concrete(node.length) else 0
         checks.require(size is None or held <= size, "share", f"tails of at most size = {size} tokens", held)
-        kept = tuple(Layer(layer.k[..., :size], layer.v[..., :size, :]) for layer in node.layers)
+        kept = tuple(_first_slots(layer, size) for layer in node.layers)
         return KVCache(empty.layers, empty.length, (*node.shared, Segment(kept, rows, node.length, 1)))
 
     return jax.tree.map(one, cache, is_leaf=_is_cache)
+
+
+def _first_slots(layer: Layer, size: int | None) -> Layer:
+    """The blocks that hold the first ``size`` slots (None: all), the last one cut."""
+    if size is None:
+        return layer
+    kept = [(block, size - offset) for offset, block in _offsets(layer) if offset < max(size, 1)]
+    return tuple(Block(block.k[..., :left], block.v[..., :left, :]) for block, left in kept)
 
 
 def truncate(cache: Any, length: jax.Array) -> Any:

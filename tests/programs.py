@@ -11,8 +11,12 @@ from jax.extend import core
 __all__ = ["large_instructions", "loop_instructions", "multiplications", "result_shapes"]
 
 
-def multiplications(jaxpr: core.Jaxpr, branch: int = -1) -> int:
-    """Multiplications of every matrix product in ``jaxpr``; of a switch, those of branch number ``branch``."""
+def multiplications(jaxpr: core.Jaxpr, reach: int | None = None) -> int:
+    """Multiplications of every matrix product in ``jaxpr``; of a cond, those of its last branch.
+
+    ``reach``: blocks of the cache that begin beyond so many slots are skipped, as they are when no row is longer. A
+    whole block of T slots begins at slot T, and only products under a cond are asked.
+    """
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -20,10 +24,13 @@ def multiplications(jaxpr: core.Jaxpr, branch: int = -1) -> int:
             shape = eqn.invars[0].aval.shape
             total += math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
         elif eqn.primitive.name == "cond":
-            total += multiplications(eqn.params["branches"][branch].jaxpr, branch)
+            inner = eqn.params["branches"][-1].jaxpr
+            slots = [e.outvars[0].aval.shape[-1] for e in inner.eqns if e.primitive.name == "dot_general"]
+            if reach is None or not slots or slots[0] < reach:
+                total += multiplications(inner, reach)
         else:
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            total += times * sum(multiplications(sub, branch) for sub in _inner(eqn))
+            total += times * sum(multiplications(sub, reach) for sub in _inner(eqn))
     return total
 
 

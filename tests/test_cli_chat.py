@@ -146,6 +146,25 @@ def test_settings_are_shown_and_changed(model: str) -> None:
     assert [e["message"] for e in told(model, *lines)] == ["top-p = 0.5"] * 2 + ["top-p = none"] * 2
 
 
+def test_more_settings_appear_when_they_are_given_and_are_saved(model: str, tmp_path: Path) -> None:
+    path, options = tmp_path / "talk.json", ("--repetition-penalty", "1.5", "--bad-words", "an", "--xtc", "0.5,0.1")
+    lines = [
+        "/settings",
+        "/settings dry 1,2,1",
+        "/settings no-repeat-ngram",
+        f"/save {path}",
+        "the",
+        f"/load {path}",
+        "the",
+    ]
+    listed, dry, ngram, *rest = told(model, *lines, options=options)
+    assert listed["message"].splitlines()[-2:] == ["xtc = 0.5,0.1", "repetition-penalty = 1.5"]
+    assert (dry["message"], ngram["message"]) == ("dry = 1.0,2.0,1", "no-repeat-ngram = none")
+    given = {"repetition_penalty": 1.5, "xtc": (0.5, 0.1), "dry": (1, 2, 1)}
+    words = [jd.load(model).tokenizer.encode("an", bos=False)]
+    assert rest[1]["tokens"] == rest[3]["tokens"] == scratch(model, [user("the")], bad_words=words, **given)[0]
+
+
 def test_help_names_every_command_and_its_own_loop_knows_them(model: str) -> None:
     (event,) = told(model, "/help")
     for name, command in COMMANDS.items():

@@ -66,7 +66,7 @@ def test_no_weight_is_read_and_nothing_kept(model: str, monkeypatch: pytest.Monk
 def test_S7_6_cache_bytes_are_those_of_a_cache(model: str, dtype: str) -> None:
     loaded = jd.load(model, dtype=dtype)
     cache = loaded.model.init_cache(loaded.params, 1, 128)
-    held = sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
+    held = sum(block.k.nbytes + block.v.nbytes for layer in cache.layers for block in layer)
     assert inspect(model, "--dtype", dtype)["cache_bytes_per_token"] == held // 128
 
 

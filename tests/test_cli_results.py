@@ -138,14 +138,14 @@ def test_a_row_that_stopped_leaves_the_others_alone() -> None:
 def replay(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Run it again from nothing but the record."""
     chosen, loaded = record["settings"], jd.load(record["model"]["source"], dtype=record["model"]["dtype"])
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "eos")
+    names = [name for name in chosen if name not in ("num_samples", "top_logprobs", "stop_strings")]
     keys = jax.random.wrap_key_data(np.array(record["keys"]["words"], np.uint32), impl=record["keys"]["impl"])
     out = jd.generate(
         loaded.model,
         loaded.params,
         [record["prompt"]["ids"]] * len(keys),
         key=keys,
-        settings=jd.Settings(**{name: chosen[name] for name in names}),
+        settings=loaded.settings(**{name: chosen[name] for name in names}),
     )
     return [{"tokens": ids, "logprobs": out.logprob[i, : len(ids)]} for i, ids in enumerate(out.to_lists())]
 
@@ -276,3 +276,83 @@ def test_colours_only_where_they_are_wanted(variables: dict[str, str], colours: 
 def test_a_table_is_aligned_by_cells() -> None:
     lines = table(("a", "n"), [("字", "1"), ("b", "22")]).splitlines()
     assert lines == ["a    n", "字   1", "b   22"]
+
+
+# Penalties, bans, and more ways to cut the law
+
+MANY = (
+    *("--temperature", "0.9", "--repetition-penalty", "1.2", "--presence-penalty", "0.1", "--frequency-penalty", "0.2"),
+    *("--dry", "0.8,1.75,2", "--dry-breakers", "\n", "--dry-breakers", "a b", "--logit-bias", "101=1.5,104=-1"),
+    *("--no-repeat-ngram", "4", "--banned-ids", "120,122", "--bad-words", "wor", "--bad-words", "q"),
+    *("--min-new-tokens", "6"),
+    *("--forced", "0=104,-1=33", "--typical-p", "0.95", "--epsilon", "0.001", "--eta", "0.001", "--top-n-sigma", "3"),
+    *("--p-less", "0", "--xtc", "0.3,0.2", "--dynamic-temperature", "0.2,1", "--seed", "5"),
+)
+FIELDS: dict[str, Any] = {
+    "temperature": 0.9,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.2,
+    "dry": (0.8, 1.75, 2, [10, 98]),
+    "logit_bias": {101: 1.5, 104: -1.0},
+    "no_repeat_ngram": 4,
+    "top_p": None,
+    "banned_ids": [120, 122],
+    "bad_words": [[*b"wor"], [*b"q"]],
+    "min_new_tokens": 6,
+    "forced": {0: 104, -1: 33},
+    "typical_p": 0.95,
+    "epsilon": 0.001,
+    "eta": 0.001,
+    "top_n_sigma": 3.0,
+    "p_less": 0,
+    "xtc": (0.3, 0.2),
+    "dynamic_temperature": (0.2, 1.0),
+}
+
+
+def test_every_setting_has_an_option_and_reaches_the_library(tmp_path: Path) -> None:
+    """The same tokens as the library's, and the record alone is enough to get them again."""
+    path = tmp_path / "run.json"
+    told = json.loads(call(*TOY, *MANY, "--json", "--record", str(path), "hello ").out)
+    assert told["tokens"] == library("hello ", **FIELDS).to_lists()[0]
+    assert told["tokens"][0] == 104
+    record = json.loads(path.read_text())
+    assert [r["tokens"] for r in replay(record)] == [told["tokens"]]
+    options = {name.replace("_", "-") for name in jd.Settings.__dataclass_fields__ if name != "eos"}  # from the model
+    listed = call("generate", "--help").out
+    assert [name for name in sorted(options) if f"--{name} " not in listed] == []
+    for section in (
+        "What the whole text may be:",
+        "Penalties:",
+        "Bans and forced tokens:",
+        "More ways to cut the law:",
+    ):
+        assert listed.count(section) == 1
+
+
+def test_mirostat_from_the_command_line() -> None:
+    told = json.loads(call(*TOY, "--temperature", "1", "--mirostat", "2,0.1", "--seed", "5", "--json", "hello ").out)
+    assert told["tokens"] == library("hello ", temperature=1.0, top_p=None, mirostat=(2.0, 0.1)).to_lists()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (["--xtc", "0.5"], "xtc: expected P,T, got 0.5"),
+        (["--xtc", "0.5,x"], "xtc: expected P,T, got 0.5,x"),
+        (["--xtc", "2,0.1"], "xtc probability"),
+        (["--dry", "0.8,1.75,2.5"], "dry: expected M,BASE,LEN, got 0.8,1.75,2.5"),
+        (["--dry-breakers", "x"], "dry_breakers: expected dry beside it"),
+        (["--bad-words", ""], "bad_words: expected a text"),
+        (["--logit-bias", "5"], "logit_bias: expected ID=X,..., got 5"),
+        (["--banned-ids", "1,a"], "banned_ids: expected ID,..., got 1,a"),
+        (["--banned-ids", "257"], "banned_ids: expected token ids in [0, 257), got [257]"),
+        (["--min-new-tokens", "33"], "min_new_tokens: expected at most max_new_tokens = 32, got 33"),
+        (["--mirostat", "3,0.1", "--top-k", "5"], "mirostat: expected all other filters off"),
+        (["--typical-p", "0"], "typical_p"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_wrong_is_told(arguments: list[str], about: str) -> None:
+    assert_bad(call(*TOY, "hello", *arguments), about)

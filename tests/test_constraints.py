@@ -158,12 +158,20 @@ def random_table(size: int) -> np.ndarray:
     return np.random.default_rng(5).normal(size=(size, size)).astype(np.float32) * 2
 
 
+def padded(grammar: constraints.Grammar, states: int, classes: int) -> constraints.Grammar:
+    """The same with states and classes of no use, so that all share one program."""
+    more = (states - grammar.step.shape[0], classes - grammar.step.shape[1])
+    assert min(more) >= 0
+    step = np.pad(grammar.step, ((0, more[0]), (0, more[1])))
+    return dataclasses.replace(grammar, step=step, accept=np.pad(grammar.accept, (0, more[0])))
+
+
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_1000_generations_with_random_logits_all_match(name: str) -> None:
     """One token a byte; every row ends by an end id and an independent validator accepts it."""
     kind, source = GRAMMARS[name]
     tokenizer = jd.load("toy").tokenizer
-    grammar = getattr(constraints, kind)(source, tokenizer)
+    grammar = padded(getattr(constraints, kind)(source, tokenizer), 4096, 256)
     settings = jd.Settings(max_new_tokens=72, eos=[256], num_samples=500, **{kind: grammar})
     out = jd.generate(MODEL, random_table(257), [[65], [97, 32]], key=jax.random.key(0), settings=settings)
     assert (out.finish == jd.Finish.EOS).all()
@@ -240,29 +248,47 @@ def test_a_filter_or_a_greedy_row_leaves_no_weight() -> None:
         constraints.resample(jax.random.key(0), plain)
 
 
+ASKED: dict[str, Any] = {"max_new_tokens": 4, "eos": [END], "regex": constraints.regex("(ab|b)+a?", BYTES)}
+
+
 def test_bans_and_a_least_length_count_in_what_can_be_finished() -> None:
-    """Without "b" only "ab" and "a" are left; at least three tokens before the end in one row."""
-    grammar = constraints.regex("(ab|b)+a?", BYTES)
-    asked = {"eos": np.array([[END]] * 2), "vocab_size": V, "banned": np.arange(V) == 2, "least": np.array([0, 3])}
-    mask = constraint_transforms(grammar, None, None, None, limit=[4, 4], **asked)["grammar"]
-    mask = dataclasses.replace(mask, params={**mask.params, "start": np.full(2, grammar.start, np.int32)})
-    settings = jd.Settings(max_new_tokens=4, eos=[END], num_samples=200)
-    out = jd.generate(MODEL, TABLE, [[0], [0]], key=jax.random.key(0), settings=settings, transform=mask)
-    first, second = ({tuple(ids) for ids in row} for row in out.to_lists())
-    assert second == {(1, 1, 0, END), (1, 1, 1, END)}
-    assert first == second | {(1, END), (1, 0, END), (1, 1, END)}
-    with pytest.raises(ValueError, match=r"^max_new_tokens: expected at least 4"):
-        constraint_transforms(grammar, None, None, None, limit=[4, 3], **asked)
+    """Each row is as it is alone: without "b" only "ab" and "a" are left, without "ab" none but "a" and "b" in turn."""
+    rows: dict[str, Any] = {
+        "banned_ids": [[2], [2], [1], []],
+        "min_new_tokens": np.array([0, 3, 3, 0]),
+        "bad_words": [[], [], [], [[2], [0]]],
+    }
+    settings = jd.Settings(**ASKED, **rows, num_samples=100)
+    out = jd.generate(MODEL, TABLE, [[0], [0], [0], [0]], key=jax.random.key(0), settings=settings)
+    assert (out.finish == jd.Finish.EOS).all()
+    drawn = [{tuple(ids) for ids in row} for row in out.to_lists()]
+    assert drawn[1] == {(1, 1, 0, END), (1, 1, 1, END)}
+    assert drawn[0] == drawn[1] | {(1, END), (1, 0, END), (1, 1, END)}
+    assert drawn[2] == {(0, 2, 0, END), (0, 2, 2, END), (2, 0, 2, END), (2, 2, 0, END), (2, 2, 2, END)}
+    assert drawn[3] == {(1,) * n + (END,) for n in (1, 2, 3)}
+    alone = jd.Settings(**ASKED, banned_ids=[1], min_new_tokens=3, num_samples=100)
+    key = jax.random.fold_in(jax.random.key(0), 2)[None]
+    assert jd.generate(MODEL, TABLE, [[0]], key=key, settings=alone).to_lists()[0] == out.to_lists()[2]
+
+
+def test_a_transform_of_the_caller_acts_before_the_constraint_and_bans_hold_beside_it() -> None:
+    bias = jd.logit_bias({0: 50.0}, V)
+    chain = jd.Settings(**ASKED, prefix=[1], banned_ids=[2]).rules(2, V, transform=bias).transform
+    kinds = [t.kind for t in transforms.flatten(chain)]
+    assert kinds == ["score", "mask", "mask", "mask", "mask", "scale"]  # prefix, grammar, bans, minimum length
+    allowed = jd.Settings(**ASKED, allowed_ids=[0, 1, END], temperature=0)
+    out = jd.generate(MODEL, TABLE, [[0], [1]], settings=allowed, transform=bias)
+    assert out.to_lists() == [[1, 0, END]] * 2  # "a" may not come first, but it is the best that may come then
 
 
 def test_an_end_id_that_stands_for_text_only_ends() -> None:
-    """Id 2 is "b" and the end: then "b" is written by no token, and "ab" by one."""
-    settings = jd.Settings(max_new_tokens=4, eos=[2], regex=constraints.regex("(ab|b)+a?", BYTES), num_samples=100)
+    """Id 2 is "b" and the first row's end: then "b" is written by no token, and "ab" by one. In the other, text."""
+    settings = jd.Settings(**{**ASKED, "eos": np.array([[2, -1], [END, -1]])}, num_samples=100)
     out = jd.generate(MODEL, TABLE, [[0], [1]], key=jax.random.key(0), settings=settings)
-    assert {tuple(ids) for row in out.to_lists() for ids in row} <= {
-        (1,) * n + t for n in (1, 2, 3) for t in ((2,), (0, 2))
-    }
     assert (out.finish == jd.Finish.EOS).all()
+    first, second = ({tuple(ids) for ids in row} for row in out.to_lists())
+    assert first <= {(1,) * n + t for n in (1, 2, 3) for t in ((2,), (0, 2))}
+    assert any(2 in ids[:-1] for ids in second)
 
 
 BUDGET = {"max_new_tokens": 2, "eos": [END]}
@@ -286,7 +312,11 @@ BUDGET = {"max_new_tokens": 2, "eos": [END]}
         ({"max_new_tokens": 2, "choices": [[0]]}, "eos: expected an end id beside choices"),
         ({**BUDGET, "regex": constraints.regex("a", [b"a"] * 9)}, "regex: expected a grammar over at most"),
         ({**BUDGET, "eos": [2], "regex": constraints.regex("b", BYTES)}, "regex: expected a match without"),
-        ({"eos": [[0], [1]], "choices": [[0], [1]]}, "eos: expected the same end ids"),
+        ({**ASKED, "banned_ids": [END]}, "eos: expected an end id beside regex that is not banned"),
+        ({**ASKED, "banned_ids": [1, 2]}, "regex: expected a match without the tokens that are banned"),
+        ({**ASKED, "min_new_tokens": [0, 4]}, "max_new_tokens: expected at least 5"),
+        ({**ASKED, "banned_ids": [[], [2]], "max_new_tokens": [1, 2]}, "max_new_tokens: expected at least 2"),
+        ({**BUDGET, "choices": [[0]], "min_new_tokens": 2}, "min_new_tokens: expected one that some match"),
     ],
 )
 def test_what_cannot_be_finished_is_refused_before_any_compute(fields: dict[str, Any], message: str) -> None:

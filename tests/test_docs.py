@@ -119,7 +119,7 @@ def test_the_pages_name_every_command_and_option() -> None:
     text = (ROOT / "docs" / "command-line.md").read_text()
     assert all(f"`{name}" in text for name in [*COMMANDS, *MODELS])
     assert all(f"## {name}\n" in text for name in CLI.commands)
-    assert {"generate", "chat", "inspect"} <= set(CLI.commands)
+    assert {"generate", "chat", "inspect", "bench"} <= set(CLI.commands)
 
 
 def test_every_command_and_option_has_a_help_text() -> None:

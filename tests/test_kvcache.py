@@ -68,7 +68,7 @@ def test_S10_attention_is_the_softmax_formula_and_each_layer_has_its_own_keys_an
     assert cache.length.tolist() == [8, 7]
     for row, tokens in enumerate(history):
         for layer in range(LAYERS):
-            keys, values = np.asarray(cache.layers[layer].k), np.asarray(cache.layers[layer].v)
+            keys, values = map(np.asarray, cache.layers[layer][0])
             for t, (k, v) in enumerate(tokens):
                 assert np.array_equal(keys[row, :, :, t], k[layer])
                 assert np.array_equal(values[row, :, t], v[layer])
@@ -123,9 +123,9 @@ def test_forks_share_what_they_have_in_common() -> None:
         history = [copy.copy(t) for t in history for _ in range(copies)]
         cache = feed(cache, history, rng, lengths)
     prompt, first = cache.shared
-    assert prompt.layers[0].k.shape == (2, KV, HEAD, 3), "cut to the longest prompt"
+    assert prompt.layers[0][0].k.shape == (2, KV, HEAD, 3), "cut to the longest prompt"
     assert prompt.segment_of_row.tolist() == [0, 0, 0, 1, 1, 1]
-    assert first.layers[0].k.shape == (6, KV, HEAD, 4)
+    assert first.layers[0][0].k.shape == (6, KV, HEAD, 4)
     assert first.segment_of_row.tolist() == [0, 1, 2, 3, 4, 5]
     assert cache.capacity == 4
     with pytest.raises(ValueError, match="share: expected at most one shared level, got two"):
@@ -147,7 +147,7 @@ def test_truncate_cuts_through_levels_and_never_lengthens() -> None:
 
 
 def test_S7_4_forks_cut_at_their_own_places_inside_a_long_segment() -> None:
-    """Rows of one segment see different parts of it; 150 tokens, so more than one attention size."""
+    """Rows of one segment see different parts of it; 150 tokens, so more than one block."""
     rng = np.random.default_rng(9)
     cache, history = empty(2, 300)
     cache = feed(cache, history, rng, [150, 40], 150)
@@ -182,10 +182,10 @@ def test_a_write_past_the_capacity_is_dropped(lengths: list[int]) -> None:
     out, full = call(cache, q, k, v, np.array(lengths, np.int32))
     assert np.isfinite(out).all()
     assert full.length.tolist() == [4, 4 if lengths[1] else 3]
-    for old, new in zip(cache.layers, full.layers, strict=True):
+    for (old,), (new,) in zip(cache.layers, full.layers, strict=True):
         assert np.array_equal(old.k[..., :3], new.k[..., :3])
         assert np.array_equal(old.v[..., :3, :], new.v[..., :3, :])
-    for i, layer in enumerate(full.layers):  # the one token that fits is there
+    for i, (layer,) in enumerate(full.layers):  # the one token that fits is there
         assert np.array_equal(layer.k[0, :, :, 3], k[i, 0, 0])
         assert np.array_equal(layer.v[0, :, 3], v[i, 0, 0])
     _, still = call(full, *draw(rng, 2, WIDTH), np.array([2, 0], np.int32))
@@ -222,7 +222,7 @@ def test_row_operations_reach_the_cache_inside_any_pytree() -> None:
     cache, _ = empty(2, 4)
     tree = {"kv": kvcache.share(cache, 2), "other": jnp.arange(2), "table": base.Shared(jnp.arange(5))}
     grown = base.repeat_rows(tree, 3)
-    assert grown["kv"].shared[0].layers[0].k.shape[0] == 2
+    assert grown["kv"].shared[0].layers[0][0].k.shape[0] == 2
     assert grown["kv"].length.shape == grown["other"].shape == (6,)
     assert grown["table"].value.shape == (5,)
     with pytest.raises(ValueError, match="put_rows: expected caches without shared segments"):

@@ -114,7 +114,7 @@ def test_S7_5_the_table_of_counts(n: int, with_cache: int, without: int) -> None
 
 
 def test_S7_5_a_thousand_positions_of_width_1000() -> None:
-    """Counted at some t (bucket sizes end at the capacity, so the last branch reads exactly t), then summed."""
+    """Counted at some t (the last block ends at the capacity, so all of them are t slots), then summed."""
     n = d = 1000
     model, linear_part = Plain(layers=1, d=d, f=4 * d, heads=10), 12 * d * d
     for t in (1, 128, 129, 500, n):
@@ -184,40 +184,36 @@ def test_S7_5_the_transformer_does_no_more_than_the_formula(config: TransformerC
     assert multiplications(traced(config, 2, 7, 7, 1)) == 2 * (7 * layers * block(config, 7) + head)
 
 
-def test_S7_7_each_branch_reads_its_bucket_and_no_more() -> None:
-    """4096 slots allocated: branch i costs what a cache of 128 * 2^i would, and the index is the smallest that fits."""
-    config, sizes = CONFIGS[0], [128, 256, 512, 1024, 2048, 4096]
+def held(t: int) -> int:
+    """Slots of the blocks (128, 128, 256, 512, ...) that hold t tokens."""
+    return 128 if t <= 128 else 1 << (t - 1).bit_length()
+
+
+def test_S7_7_attention_reads_the_blocks_that_some_row_has_reached_and_no_others() -> None:
+    """4096 slots allocated: at t tokens a step costs what a cache of the blocks up to t would."""
+    config = CONFIGS[0]
     jaxpr = traced(config, 2, 1, 4096)
-    for i, size in enumerate(sizes):
-        assert multiplications(jaxpr, i) == 2 * 2 * block(config, size)
     cache = kvcache.create(1, 3, 1, 2, 4096)
-    index = jax.jit(lambda length, new: kvcache.plan(kvcache.KVCache(cache.layers, length), 3, new).bucket)
+    reach = jax.jit(lambda length, new: kvcache.plan(kvcache.KVCache(cache.layers, length), 3, new).reach)
     for longest in (0, 1, 125, 126, 127, 128, 129, 253, 254, 255, 256, 257, 1021, 1024, 1025, 4093, 4094, 4096):
         for new in (0, 1, 3):
             after = min(longest + new, 4096)
-            wanted = next(i for i, size in enumerate(sizes) if size >= after)
-            assert index(np.array([0, longest, 5], np.int32), np.array([1, new, 0], np.int32)) == wanted
+            got = int(reach(np.array([0, longest, 5], np.int32), np.array([1, new, 0], np.int32)))
+            assert got == max(after, 5)
+            assert multiplications(jaxpr, got) == 2 * 2 * block(config, held(after))
 
 
-def test_S7_7_n_steps_follow_S7_5_up_to_bucket_rounding_whatever_is_allocated() -> None:
-    """The cost of steps 1 .. 600 by the branches really taken: equal for 1024 and 8192 slots, within the rounding."""
+def test_S7_7_n_steps_follow_S7_5_up_to_block_rounding_whatever_is_allocated() -> None:
+    """The cost of steps 1 .. 600 by the blocks really read: equal for 1024 and 8192 slots, within the rounding."""
     config, n = CONFIGS[0], 600
-    costs = []
-    for capacity in (1024, 8192):
-        jaxpr = traced(config, 1, 1, capacity)
-        cache = kvcache.create(1, n, 1, 2, capacity)
-        each = [multiplications(jaxpr, i) for i in range(int(math.log2(capacity / 128)) + 1)]
-        plans = jax.vmap(lambda t, layers=cache.layers: _one(layers, t).bucket)(jnp.arange(n, dtype=jnp.int32))
-        costs.append(sum(each[i] for i in np.asarray(plans)))
+    costs = [
+        sum(multiplications(jaxpr, t) for t in range(1, n + 1))
+        for jaxpr in (traced(config, 1, 1, capacity) for capacity in (1024, 8192))
+    ]
     exact = sum(2 * block(config, t) for t in range(1, n + 1))
     assert costs[0] == costs[1]
     rounding = 2 * 2 * 32 * sum(max(128, 2 * t) - t for t in range(1, n + 1))
     assert exact <= costs[0] <= exact + rounding
-
-
-def _one(layers: tuple[kvcache.Layer, ...], t: jax.Array) -> kvcache.Plan:
-    first = tuple(kvcache.Layer(layer.k[:1], layer.v[:1]) for layer in layers)
-    return kvcache.plan(kvcache.KVCache(first, t[None]), 1)
 
 
 def compiled_flops(config: TransformerConfig, capacity: int) -> float:
@@ -294,7 +290,7 @@ def test_S7_7_the_compiled_loop_never_copies_the_cache(loop: Any) -> None:
     decoder, params, state = state_of(CONFIGS[0], SLOTS)
     steps = (8,) if loop is jd.run else ()
     compiled = jax.jit(lambda p, s: loop(decoder, p, s, *steps)).lower(params, state).compile()
-    one = state.cache.layers[0].k
+    one = state.cache.layers[0][-1].k  # the largest block
     hlo = compiled.as_text()
     assert any(f"[{','.join(map(str, one.shape))}]" in line for line in loop_instructions(hlo))
     assert large_instructions(hlo, one.size) == []

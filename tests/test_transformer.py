@@ -94,7 +94,7 @@ def check(logits: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
 
 def stored(cache: kvcache.KVCache, layer: int, row: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     """The first n keys and values [n,K,h] of one layer and row."""
-    k, v = cache.layers[layer]
+    ((k, v),) = cache.layers[layer]
     return np.asarray(k[row, :, :, :n]).transpose(2, 0, 1), np.asarray(v[row, :, :n]).transpose(1, 0, 2)
 
 
@@ -122,7 +122,7 @@ def test_S7_3_float64_params_stay_float64_and_agree_to_1e_14(name: str, width: i
         params = params_of(name, jnp.float64)
         logits, cache = feed(name, params, fresh(name, params), TOKENS, width)
         assert logits.dtype == np.float64
-        assert {x.dtype for x in cache.layers[0]} == {np.dtype(np.float64)}
+        assert {x.dtype for x in cache.layers[0][0]} == {np.dtype(np.float64)}
     for row, trace in enumerate(exact(name)):
         check(logits[row], trace.logits, 1e-14)
         check_cache(cache, row, trace, T, 1e-14)
@@ -137,7 +137,7 @@ def test_S7_1_the_cache_holds_every_processed_position_and_a_new_token_adds_one(
     _, cache = feed("grouped", params, fresh("grouped", params), TOKENS[:, :4], 4)
     _, after = apply(transformer(CONFIGS["grouped"]), params, TOKENS[:, 4:5], cache)
     assert after.length.tolist() == [5, 5, 5]
-    for before, now in zip(cache.layers, after.layers, strict=True):
+    for (before,), (now,) in zip(cache.layers, after.layers, strict=True):
         changed = np.asarray(before.k != now.k).any((0, 1, 2)) | np.asarray(before.v != now.v).any((0, 1, 3))
         assert np.flatnonzero(changed).tolist() == [4]
 
@@ -149,8 +149,8 @@ def test_S7_8_decode_needs_the_next_token_and_the_stored_keys_and_values_only() 
     _, cache = apply(transformer(CONFIGS["grouped"]), params, TOKENS[:, :4], fresh("grouped", params))
     rebuilt = fresh("grouped", params)  # another cache, into which only k, v and the lengths are put
     layers = tuple(
-        kvcache.Layer(a.k.at[..., :4].set(b.k[..., :4]), a.v.at[..., :4, :].set(b.v[..., :4, :]))
-        for a, b in zip(rebuilt.layers, cache.layers, strict=True)
+        (kvcache.Block(a.k.at[..., :4].set(b.k[..., :4]), a.v.at[..., :4, :].set(b.v[..., :4, :])),)
+        for (a,), (b,) in zip(rebuilt.layers, cache.layers, strict=True)
     )
     rebuilt = kvcache.KVCache(layers, jnp.full((3,), 4, jnp.int32))
     assert jax.tree.structure(rebuilt) == jax.tree.structure(cache)
@@ -199,7 +199,7 @@ def test_S7_2_later_tokens_and_total_length_do_not_reach_back(name: str) -> None
     changed, cache2 = feed(name, params, fresh(name, params), other, T)
     assert np.array_equal(logits[:, :4], changed[:, :4])
     assert not np.allclose(logits[:, 4:], changed[:, 4:])
-    for a, b in zip(cache.layers, cache2.layers, strict=True):
+    for (a,), (b,) in zip(cache.layers, cache2.layers, strict=True):
         assert np.array_equal(a.k[..., :4], b.k[..., :4])
         assert np.array_equal(a.v[..., :4, :], b.v[..., :4, :])
     check(feed(name, params, fresh(name, params), TOKENS[:, :4], 4)[0], logits[:, :4], F32)
@@ -212,7 +212,7 @@ def test_S7_2_the_oracle_is_causal_too() -> None:
     assert np.abs(short - exact("grouped")[0].logits[:6]).max() < 1e-13
 
 
-def test_S7_2_attention_over_several_buckets() -> None:
+def test_S7_2_attention_over_several_blocks() -> None:
     """300 tokens in passes of 100: sizes 128, 256 and 300 of a cache of 300 slots, against the oracle."""
     tokens = np.random.default_rng(1).integers(0, V, (2, 300))
     params = params_of("grouped")
@@ -267,7 +267,7 @@ def test_narrow_params_work_and_laws_are_float32(dtype: Any) -> None:
     params = params_of("grouped", dtype)
     logits, cache = feed("grouped", params, fresh("grouped", params), TOKENS, 4)
     assert logits.dtype == np.float32
-    assert cache.layers[0].k.dtype == cache.layers[1].v.dtype == dtype
+    assert cache.layers[0][0].k.dtype == cache.layers[1][0].v.dtype == dtype
     for row in range(3):
         expected = oracle.forward(CONFIGS["grouped"], params, TOKENS[row]).logits
         check(logits[row], expected, 8 * float(jnp.finfo(dtype).eps))

@@ -376,5 +376,8 @@ def test_S5_1_nothing_sorts_the_vocabulary(name: str) -> None:
 def _state() -> Any:
     from jaxdecode.generation import start
 
-    options = Settings(max_new_tokens=2, top_k=3, top_p=0.9, min_p=0.1)
+    cuts = {"typical_p": 0.9, "epsilon": 0.1, "eta": 0.1, "top_n_sigma": 1, "p_less": 1, "xtc": (0.5, 0.1)}
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "dry": (1, 2, 1), "no_repeat_ngram": 2}
+    lists = {"logit_bias": {3: 1.0}, "banned_ids": [4], "bad_words": [[1, 2]], "forced": {0: 5}, "mirostat": (0, 0.1)}
+    options = Settings(max_new_tokens=2, top_k=3, top_p=0.9, min_p=0.1, **cuts, **penalties, **lists)
     return start(markov_model(), jnp.zeros((50, 50)), [[0], [1]], key=jax.random.key(0), settings=options)[1]

@@ -28,7 +28,7 @@ from jaxdecode.models.transformer import TransformerConfig
 from jaxdecode.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxdecode.generation import Settings
+    from jaxdecode.rulebook import Settings
 
 __all__ = ["CATALOGUE", "Loaded", "Source", "find", "load", "save"]
 
@@ -56,7 +56,7 @@ class Loaded(NamedTuple):
         (``generation``; greedy if that does not say ``do_sample``). ValueError: a recommendation without a setting.
         """
         from jaxdecode.constraints import compiled_fields
-        from jaxdecode.generation import Settings
+        from jaxdecode.rulebook import Settings
 
         require(defaults in ("library", "model"), "defaults", "'library' or 'model'", defaults)
         known = frozenset(field.name for field in dataclasses.fields(Settings))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from jaxdecode._version import __version__
+from jaxdecode.cli.decoding import CONSTRAINTS, GroupedCommand, with_decoding
 
 __all__ = ["MODELS", "app"]
 
@@ -64,16 +65,21 @@ def examples(*lines: str) -> str:
 
 
 @app.command(
+    cls=GroupedCommand,
     epilog=examples(
         'jaxdecode generate "The capital of France is"',
         'jaxdecode generate --chat --temperature 0.7 --top-p 0.9 --seed 3 "Write a haiku about autumn."',
         'jaxdecode generate --num-samples 4 --temperature 1 --stop "." "Once upon a time"',
         'jaxdecode generate --max-new-tokens 5 --top-logprobs 3 "2 + 2 ="',
         'jaxdecode generate --chat --choices yes --choices no "Is the sky blue?"',
+        'jaxdecode generate --repetition-penalty 1.2 --no-repeat-ngram 3 "Once upon a time"',
         "echo 'Once upon a time' | jaxdecode generate --model toy --json --record run.json",
-    )
+    ),
 )
+@with_decoding
 def generate(
+    *,
+    more: dict[str, Any],
     prompt: Annotated[str | None, typer.Argument(help="A text; read from stdin if absent or '-'.")] = None,
     model: ModelOption = "smollm2-135m",
     max_new_tokens: MaxNewTokens = 128,
@@ -87,15 +93,6 @@ def generate(
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
-    ] = None,
-    json_schema: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write JSON that the JSON Schema in this file accepts.")
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Write a text that this pattern matches as a whole.")
-    ] = None,
-    choices: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Write one of these texts; give it once for each.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask in the model's chat format; else continue the text.")
@@ -115,11 +112,12 @@ def generate(
 ) -> None:
     """Continue a text, or answer it (--chat).
 
-    At temperature 0, the default, --top-k, --top-p, --min-p and --seed change nothing.
+    At temperature 0, the default, --seed and what cuts the law (--top-k, --top-p, --min-p, ...) change nothing.
     """
     from jaxdecode.cli.choices import Request
     from jaxdecode.cli.generate import run
 
+    constraints = {name: more.pop(name) for name in CONSTRAINTS if name in more}
     request = Request(
         model=model,
         dtype=dtype,
@@ -132,12 +130,13 @@ def generate(
             "top_k": top_k,
             "top_p": top_p,
             "min_p": min_p,
+            **more,
         },
         num_samples=num_samples,
         logprobs=logprobs or top_logprobs > 0,
         top_logprobs=top_logprobs,
         stops=tuple(stop or ()),
-        constraints={"json_schema": json_schema, "regex": regex, "choices": choices or None},
+        constraints=constraints,
         record=record,
         json=json,
         stream=stream,
@@ -147,13 +146,17 @@ def generate(
 
 
 @app.command(
+    cls=GroupedCommand,
     epilog=examples(
         "jaxdecode chat",
         'jaxdecode chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.9',
         "printf 'Hi!\\nWhat did I say?\\n' | jaxdecode chat --json",
-    )
+    ),
 )
+@with_decoding
 def chat(
+    *,
+    more: dict[str, Any],
     model: ModelOption = "smollm2-135m",
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
@@ -180,6 +183,7 @@ def chat(
         "min_p": min_p,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
+        **more,
     }
     code = run(model, dtype=dtype, system=system, numbers=numbers, json=json, compile_cache=not no_compile_cache)
     raise typer.Exit(code)
@@ -204,3 +208,55 @@ def inspect(
     from jaxdecode.cli.inspection import run
 
     raise typer.Exit(run(model, dtype=dtype, json=json))
+
+
+@app.command(
+    epilog=examples(
+        "jaxdecode bench",
+        "jaxdecode bench --batch-sizes 1,8,32 --modes greedy,top_p --floor",
+        "jaxdecode bench --prompt-lengths 16,512 --new-tokens 64 --runs 5 --json model.gguf",
+    )
+)
+def bench(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)
+    ] = "smollm2-135m",
+    batch_sizes: Annotated[str, typer.Option(metavar="B,...", help="Rows decoded together.")] = "1,8",
+    prompt_lengths: Annotated[str, typer.Option(metavar="S,...", help="Tokens of every prompt.")] = "16",
+    new_tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens written by every row, at least 2.")] = "64",
+    modes: Annotated[str, typer.Option(metavar="MODE,...", help="Of: greedy, top_p, int8.")] = "greedy",
+    cache_len: Annotated[
+        int | None, typer.Option(metavar="T", min=1, help="Slots a row in the cache; enough if not given.")
+    ] = None,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs, of which the median counts.")] = 3,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Time the same products alone by NumPy too (float32 weights).")
+    ] = False,
+    dtype: Dtype = "float32",
+    compile_cache: Annotated[
+        bool, typer.Option("--compile-cache", help="Take compiled programs from the cache; else each is compiled.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
+) -> None:
+    """Measure how fast a model decodes, beside what its shapes and this machine allow.
+
+    Each mode with each batch size, prompt length and number of new tokens is a line: tokens per second, time of a step,
+    prefill, bytes and multiplications counted from the shapes, and the part reached of the floor that they set at the
+    read bandwidth and multiply rate measured in the same run.
+    """
+    from jaxdecode.cli.bench import Asked, run
+
+    asked = Asked(
+        model=model,
+        batch_sizes=batch_sizes,
+        prompt_lengths=prompt_lengths,
+        new_tokens=new_tokens,
+        modes=modes,
+        cache_len=cache_len,
+        runs=runs,
+        floor=floor,
+        dtype=dtype,
+        compile_cache=compile_cache,
+        json=json,
+    )
+    raise typer.Exit(run(asked))

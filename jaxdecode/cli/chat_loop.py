@@ -14,6 +14,7 @@ import typer
 
 from jaxdecode.cli.choices import CANCELLED, FAILURES
 from jaxdecode.cli.conversation import Conversation, check_numbers, parse_setting
+from jaxdecode.cli.decoding import fields, shown
 from jaxdecode.cli.files import check_target
 from jaxdecode.cli.terminal import Progress, bad_input, deferred_interrupt, quiet_keyboard, show, styled, visible
 from jaxdecode.cli.writing import RowText
@@ -54,9 +55,19 @@ class ChatLoop:
     """Messages and commands in, replies out. One ``Session`` keeps the model's cache from turn to turn."""
 
     def __init__(
-        self, loaded: Loaded, model: str, conversation: Conversation, *, json: bool, interactive: bool
+        self,
+        loaded: Loaded,
+        model: str,
+        conversation: Conversation,
+        *,
+        json: bool,
+        interactive: bool,
+        texts: dict[str, tuple[str, ...]] | None = None,
+        constraint: dict[str, Any] | None = None,
     ) -> None:
         self.loaded, self.model, self.conversation = loaded, model, conversation
+        # As given at the start, not part of the conversation: settings that are texts, and those of a constraint.
+        self.texts, self.constraint = texts or {}, constraint or {}
         self.json, self.interactive = json, interactive
         self.session = Session(loaded.model, loaded.params, context=loaded.config.context_length)
 
@@ -140,9 +151,9 @@ class ChatLoop:
                 check_numbers({**numbers, key: value})
                 numbers[key] = value
             else:
-                key = parse_setting(name, "0")[0]
-            return f"{key.replace('_', '-')} = {_number(numbers[key])}"
-        return "\n".join(f"{key.replace('_', '-')} = {_number(value)}" for key, value in numbers.items())
+                key = parse_setting(name, "none")[0]
+            return f"{key.replace('_', '-')} = {shown(numbers.get(key))}"
+        return "\n".join(f"{key.replace('_', '-')} = {shown(value)}" for key, value in numbers.items())
 
     def on_save(self, rest: str) -> str:
         self.conversation.save(check_target(rest), self.model)
@@ -199,7 +210,8 @@ class ChatLoop:
         with quiet_keyboard(), deferred_interrupt() as interrupted:
             try:
                 progress("reading")
-                steps = self.session.reply(ids, key=key, settings=self.loaded.settings(**numbers))
+                chosen = fields({**numbers, **self.texts}, self.loaded.tokenizer)
+                steps = self.session.reply(ids, key=key, settings=self.loaded.settings(**chosen, **self.constraint))
                 while not interrupted() and (step := next(steps, None)) is not None:
                     info = jax.device_get(step)
                     self.print(reply.push(info.tokens[0, : info.count[0]].tolist()), progress)
@@ -224,10 +236,6 @@ class ChatLoop:
             typer.echo()
         if note and self.interactive:
             typer.echo(styled(f"({note})", "dim"))
-
-
-def _number(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def _shortened(text: str) -> str:

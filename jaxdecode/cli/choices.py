@@ -28,8 +28,8 @@ FAILURES = {
 class Request(NamedTuple):
     """What the options of the command say. ``settings``: fields of ``jaxdecode.Settings``.
 
-    num_samples: None for one completion in no list. constraints: as given, by name: a schema's file, a pattern, texts;
-    at most one of them is not None. logprobs: tell them; top_logprobs: beside those of this many ids.
+    num_samples: None for one completion in no list. constraints: what was given of them, by name: a schema's
+    file (once read, the schema), a pattern, texts. logprobs: tell them; top_logprobs: beside those of this many ids.
     """
 
     model: str

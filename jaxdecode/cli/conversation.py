@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxdecode.checks import require
+from jaxdecode.cli.decoding import SETTINGS, parse, shown
 from jaxdecode.cli.files import read_json, write_json
-from jaxdecode.generation import Settings
+from jaxdecode.rulebook import Settings
 
 __all__ = ["NUMBERS", "Conversation", "check_numbers", "parse_setting"]
 
 _FORMAT, _VERSION = "jaxdecode-chat", 1
 
-# The settings of a chat, their types, and which of them may be none (off).
+# The settings every chat has, their types, and which of them may be none (off). Those of ``SETTINGS`` may be beside.
 NUMBERS: dict[str, tuple[type[int] | type[float], bool]] = {
     "temperature": (float, False),
     "top_k": (int, True),
@@ -72,15 +73,18 @@ class Conversation:
             role = ("user", "assistant")[i % 2]
             good = isinstance(message, dict) and message.get("role") == role and isinstance(message.get("content"), str)
             require(good, f"{path}: message {i}", f"one of role {role} with a text as content", message)
-        require(isinstance(numbers, dict) and numbers.keys() == NUMBERS.keys(), f"{path}: settings", "all", numbers)
-        checked = {name: parse_setting(name, str(numbers[name]))[1] for name in NUMBERS}
+        known = isinstance(numbers, dict) and NUMBERS.keys() <= numbers.keys() <= NUMBERS.keys() | SETTINGS.keys()
+        require(known, f"{path}: settings", "all", numbers)
+        checked = {name: parse_setting(name, shown(value))[1] for name, value in numbers.items()}
         return cls(checked, system, [{k: m[k] for k in ("role", "content")} for m in messages]), model
 
 
-def parse_setting(name: str, text: str) -> tuple[str, int | float | None]:
-    """A setting's name as in ``Settings`` and its number: "top-p", "0.9" or "none". ValueError for anything else."""
+def parse_setting(name: str, text: str) -> tuple[str, Any]:
+    """A setting's name as in ``Settings`` and its value: "top-p", "0.9" or "none". ValueError for anything else."""
     key = name.strip().lower().replace("-", "_")
-    require(key in NUMBERS, "settings", f"one of {_listed(NUMBERS)}", name)
+    if key in SETTINGS:
+        return key, None if text.strip().lower() in ("none", "off") else parse(key, text)
+    require(key in NUMBERS, "settings", f"one of {_listed([*NUMBERS, *SETTINGS])}", name)
     kind, optional = NUMBERS[key]
     if optional and text.strip().lower() in ("none", "off"):
         return key, None
@@ -97,5 +101,5 @@ def check_numbers(numbers: dict[str, Any]) -> None:
     require(0 <= numbers["seed"] < 2**32, "seed", "a number in [0, 2^32)", numbers["seed"])
 
 
-def _listed(names: Sequence[str] | dict[str, Any]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(name.replace("_", "-") for name in names)

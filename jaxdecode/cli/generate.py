@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json as json_text
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import typer
 
+from jaxdecode.cli import constraining
 from jaxdecode.cli.choices import CANCELLED, FAILURES, Request, Written, choice, log_probabilities
 from jaxdecode.cli.compilation import keep_compiled_programs
+from jaxdecode.cli.decoding import TEXTS, fields
 from jaxdecode.cli.files import check_target, write_json
 from jaxdecode.cli.record import recorded
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
@@ -36,11 +37,13 @@ def run(prompt: str | None, request: Request) -> int:
 
         with bad_input():
             target = None if request.record is None else check_target(request.record)
-            jaxdecode.Settings(**settings_of(request))  # a number out of range should not wait for the model
-            constraint = read_constraint(request)
+            numbers = {k: v for k, v in settings_of(request).items() if k not in TEXTS}
+            jaxdecode.Settings(**numbers)  # a number out of range should not wait for the model
+            request = request._replace(constraints=constraining.read(request.constraints))
             loaded = jaxdecode.load(request.model, dtype=request.dtype, progress=progress)
+            request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
-            grammar = compiled(loaded, constraint, progress)
+            grammar = constraining.compiled(loaded, request.constraints, progress)
         written = write(loaded, ids, grammar, request, progress)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
         if target is not None:
@@ -63,37 +66,7 @@ def check(request: Request) -> None:
         raise BadInput(f"--seed: expected a number in [0, 2^32), got {request.seed}")
     if "" in request.stops:
         raise BadInput("--stop: expected a text, got an empty one")
-    given = [f"--{name.replace('_', '-')}" for name, value in request.constraints.items() if value is not None]
-    if len(given) > 1:
-        raise BadInput(f"{' and '.join(given)}: expected one of them")
-    if given and request.stops:
-        raise BadInput(f"--stop: expected none beside {given[0]}, whose match it would cut")
-
-
-def read_constraint(request: Request) -> dict[str, Any]:
-    """The constraint's name and source, checked; none or one. A schema is read from its file."""
-    from jaxdecode.constraints import check_source
-
-    found = {name: value for name, value in request.constraints.items() if value is not None}
-    if "json_schema" in found:
-        path = Path(found["json_schema"]).expanduser()
-        try:
-            found["json_schema"] = json_text.loads(path.read_bytes().decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected JSON in UTF-8, got {error}") from None
-    for name, source in found.items():
-        check_source(name, source)
-    return found
-
-
-def compiled(loaded: Loaded, constraint: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """The constraint for the model's tokenizer, from the user's cache if it was compiled before."""
-    from jaxdecode.checkpoint.converted import cache_folder
-    from jaxdecode.constraints import compiled_fields
-
-    if constraint:
-        progress("compiling the grammar")
-    return compiled_fields(constraint, loaded.tokenizer, folder=cache_folder() / "grammars")
+    constraining.check(request.constraints, request.stops)
 
 
 def settings_of(request: Request) -> dict[str, Any]:

@@ -37,7 +37,6 @@ def recorded(
         outputs.append({"text": row_text.text, "tokens": row_text.tokens, "finish": written.finish[row], **values})
     samples = {"num_samples": len(outputs), "top_logprobs": request.top_logprobs}
     ends = {"eos": list(tokenizer.eos_ids), "stop_strings": list(request.stops)}
-    constraint = {k: v for k, v in request.constraints.items() if v is not None}
     files = described_files(_files_of(request.model, progress), progress)
     return {
         "format": FORMAT,
@@ -45,7 +44,7 @@ def recorded(
         "versions": versions(),
         "model": {"source": request.model, "dtype": request.dtype, "files": files},
         "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
-        "settings": {**request.settings, **samples, **ends, **constraint},
+        "settings": {**request.settings, **samples, **ends, **request.constraints},
         "seed": request.seed,
         "keys": {"impl": "threefry2x32", "words": written.keys},
         "outputs": outputs,

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxdecode.checks import is_concrete, require, shorten, token_ids
 from jaxdecode.constraints.grammar import NEVER, Grammar, grammar_of_ids
-from jaxdecode.transforms import LogitsTransform
+from jaxdecode.transforms import LogitsTransform, id_lists
 from jaxdecode.transforms.automaton import automaton, prefix
 
 __all__ = ["check_constraints", "constraint_transforms"]
@@ -47,9 +47,9 @@ def constraint_transforms(
 ) -> dict[str, LogitsTransform]:
     """Masks by name, for eos[B,E] and limit[B].
 
-    banned: bool[V], tokens that another mask forbids in every row. least: tokens before an end id is allowed, scalar or
-    [B]. Both count in what can still be finished. ValueError if nothing would match within the limit, after the prefix,
-    or without an end id.
+    banned: bool[V] or [B,V], tokens that other masks forbid at every step. least: tokens before an end id is allowed,
+    scalar or [B]. Both count in what can still be finished, for each row alone. ValueError if nothing would match
+    within the limit, after the prefix, or without an end id.
     """
     out: dict[str, LogitsTransform] = {}
     ids = None if first is None else _rows_of_ids(first, len(eos), vocab_size)
@@ -65,25 +65,23 @@ def constraint_transforms(
         raise ValueError(f"eos, min_new_tokens: expected concrete ones beside {grammar.name}, got a traced array")
     known = grammar.vocab_size
     require(known <= vocab_size, grammar.name, f"a grammar over at most the model's {vocab_size} ids", known)
-    never = _end_ids(grammar, np.asarray(eos))
-    never |= False if banned is None else banned[:known]
+    eos, rows = np.asarray(eos), np.arange(len(eos))[:, None]
+    never = np.zeros((len(eos), vocab_size), bool) | (False if banned is None else banned)
+    eos = np.where(never[rows, eos], -1, eos)  # where eos is -1 it stays -1
+    require(
+        bool(np.all(np.any(eos >= 0, axis=1))), "eos", f"an end id beside {grammar.name} that is not banned", "none"
+    )
+    for row, ends in zip(never, eos, strict=True):  # end ids that stand for text too only end
+        row[ends[ends >= 0]] = True
+    never = never[:, :known] & (grammar.class_of_token > 0)
     # One size class for few numbers of tokens: they are data of one program.
     most = (1 << int(np.max(least, initial=0)).bit_length()) - 1
-    tables = _tables(grammar, np.packbits(never).tobytes(), most, vocab_size)
-    _check_budget(grammar, tables, ids, limit, np.broadcast_to(least, (len(eos),)))
-    out["grammar"] = automaton(*tables, start=np.int32(grammar.start), eos=eos, least=least)
+    bans, group = np.unique(np.packbits(never, axis=1), axis=0, return_inverse=True)
+    group = group.reshape(-1).astype(np.int32)
+    tables = _tables(grammar, tuple(row.tobytes() for row in bans), most, vocab_size)
+    _check_budget(grammar, tables, group, ids, limit, np.broadcast_to(least, (len(eos),)))
+    out["grammar"] = automaton(*tables, start=np.int32(grammar.start), eos=eos, least=least, group=group)
     return out
-
-
-def _end_ids(grammar: Grammar, eos: np.ndarray) -> np.ndarray:
-    """bool[V of the grammar]: end ids that stand for text too; as tokens of a match they don't count."""
-    require(bool(np.all(np.any(eos >= 0, axis=1))), "eos", f"an end id beside {grammar.name}", "none")
-    ends = np.zeros((len(eos), grammar.vocab_size), bool)
-    for row, ids in zip(ends, eos, strict=True):
-        row[[i for i in ids if 0 <= i < grammar.vocab_size and grammar.class_of_token[i]]] = True
-    expected = f"the same end ids for all rows beside {grammar.name}, where they stand for text"
-    require(bool(np.all(ends == ends[0])), "eos", expected, eos)
-    return ends[0]
 
 
 def _rows_of_ids(first: Any, batch_size: int, vocab_size: int) -> np.ndarray:
@@ -112,29 +110,39 @@ def _trie(options: tuple[tuple[int, ...], ...], vocab_size: int) -> Grammar:
     return grammar_of_ids(options, vocab_size, "choices")
 
 
-def _check_budget(grammar: Grammar, tables: Tables, first: np.ndarray | None, limit: Any, least: np.ndarray) -> None:
+def _check_budget(
+    grammar: Grammar, tables: Tables, group: np.ndarray, first: np.ndarray | None, limit: Any, least: np.ndarray
+) -> None:
     """Every row can finish: the prefix begins a match, and the rest of the shortest one fits, end id included."""
-    step, class_of_token, distance = tables
-    require(distance[0, grammar.start] < NEVER, grammar.name, "a match without the tokens that are banned", "none")
-    for row, (most, owed) in enumerate(zip(np.asarray(limit), least, strict=True)):
+    step, classes, distances = tables
+    for row, (most, owed, g) in enumerate(zip(np.asarray(limit), least, group, strict=True)):
+        distance = distances[g]
+        require(distance[0, grammar.start] < NEVER, grammar.name, "a match without the tokens that are banned", "none")
         ids = [] if first is None else [int(i) for i in first[row] if i >= 0]
         state = grammar.start
         for token in ids:
-            state = int(step[state, class_of_token[token]])
-        needed = len(ids) + int(distance[max(0, int(owed) - len(ids)), state])
+            state = int(step[state, classes[g, token]])
         require(state != 0, "prefix", f"one that begins a match of {grammar.name}", ids)
+        needed = len(ids) + int(distance[max(0, int(owed) - len(ids)), state])
+        require(needed < NEVER, "min_new_tokens", f"one that some match of {grammar.name} reaches", int(owed))
         require(needed <= most, "max_new_tokens", f"at least {needed}, the shortest match and an end id", int(most))
 
 
 @functools.lru_cache(maxsize=32)
-def _tables(grammar: Grammar, banned: bytes, least: int, vocab_size: int) -> Tables:
-    """The tables of the automaton in a size class, so that grammars of like size share a compiled program."""
-    never = np.unpackbits(np.frombuffer(banned, np.uint8), count=grammar.vocab_size).astype(bool)
-    grammar = grammar.without(never)
+def _tables(grammar: Grammar, bans: tuple[bytes, ...], least: int, vocab_size: int) -> Tables:
+    """The tables of the automaton in a size class, so that grammars of like size share a compiled program.
+
+    bans: the packed bool[V] of each group of rows; what is banned alone is another class, and so another distance.
+    """
     states, classes = (max(64, 1 << (n - 1).bit_length()) for n in grammar.step.shape)
     more = (states - grammar.step.shape[0], classes - grammar.step.shape[1])
+    groups = [
+        grammar.without(np.unpackbits(np.frombuffer(ban, np.uint8), count=grammar.vocab_size).astype(bool))
+        for ban in bans
+    ]
+    groups += groups[:1] * (id_lists.power(len(groups)) - len(groups))
     return (
         np.pad(grammar.step, ((0, more[0]), (0, more[1]))),
-        np.pad(grammar.class_of_token, (0, vocab_size - grammar.vocab_size)),
-        np.pad(grammar.distances(least), ((0, 0), (0, more[0])), constant_values=NEVER),
+        np.stack([np.pad(g.class_of_token, (0, vocab_size - g.vocab_size)) for g in groups]),
+        np.stack([np.pad(g.distances(least), ((0, 0), (0, more[0])), constant_values=NEVER) for g in groups]),
     )

@@ -129,8 +129,9 @@ def _angles(config: TransformerConfig, position: jax.Array, dtype: DTypeLike) ->
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary positions on x[heads, h, B*S]: feature i turns with feature i + h/2."""
-    a, b = jnp.split(x.astype(cos.dtype), 2, axis=1)
-    return jnp.concatenate([a * cos[None] - b * sin[None], b * cos[None] + a * sin[None]], axis=1).astype(x.dtype)
+    halves = x.astype(cos.dtype).reshape(x.shape[0], 2, *cos.shape)
+    turned = jnp.flip(halves, 1) * jnp.stack([-sin, sin])[None]
+    return (halves * cos[None, None] + turned).reshape(x.shape).astype(x.dtype)
 
 
 def _attention(

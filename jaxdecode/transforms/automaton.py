@@ -19,14 +19,19 @@ def _allowed(params: dict[str, Any], ctx: Context, state: jax.Array) -> jax.Arra
     """bool[B,V]: the tokens after which a match, and its end id, still fit into what is left of the limit."""
     step, class_of_token, distance = params["tables"].value
     rows = jnp.arange(state.shape[0])
+    group = per_row(params["group"], rows.size, jnp.int32)
     written = ctx.length - ctx.start
     left = ctx.limit - written
-    owed = jnp.clip(per_row(params["least"], rows.size, jnp.int32) - written, 0, distance.shape[0] - 1)
+    owed = jnp.clip(per_row(params["least"], rows.size, jnp.int32) - written, 0, distance.shape[1] - 1)
     next_state = jnp.take(step, state, axis=0)  # [B,C]
-    needed = distance[jnp.maximum(owed - 1, 0)[:, None], next_state]
+    distance = jnp.asarray(distance)
+    needed = distance[group[:, None], jnp.maximum(owed - 1, 0)[:, None], next_state]
     by_class = needed < left[:, None]
-    allowed = jnp.take(by_class, class_of_token, axis=1)
-    ends = (distance[owed, state] == 1) & (left > 0)
+    if len(class_of_token) == 1:  # as most often; then no classes [B,V] are made
+        allowed = jnp.take(by_class, class_of_token[0], axis=1)
+    else:
+        allowed = jnp.take_along_axis(by_class, jnp.asarray(class_of_token)[group], axis=1)
+    ends = (distance[group, owed, state] == 1) & (left > 0)
     ids = jnp.where(params["eos"] < 0, allowed.shape[1], params["eos"])
     return allowed.at[rows[:, None], ids].set(ends[:, None], mode="drop")
 
@@ -52,23 +57,36 @@ def _init(params: dict[str, Any], ctx: Context) -> State:
 
 def _advance(params: dict[str, Any], state: State, token: jax.Array, logprob: jax.Array) -> State:
     step, class_of_token, _ = params["tables"].value
-    return jnp.asarray(step)[state, jnp.take(class_of_token, token)]
+    group = per_row(params["group"], state.shape[0], jnp.int32)
+    return jnp.asarray(step)[state, jnp.asarray(class_of_token)[group, token]]
 
 
 def automaton(
-    step: np.ndarray, class_of_token: np.ndarray, distance: np.ndarray, *, start: Any, eos: Any, least: Any = 0
+    step: np.ndarray,
+    class_of_token: np.ndarray,
+    distance: np.ndarray,
+    *,
+    start: Any,
+    eos: Any,
+    least: Any = 0,
+    group: Any = 0,
 ) -> LogitsTransform:
     """Only tokens from which the automaton reaches the end within the row's limit, and end ids only there.
 
-    step[S,C] (state 0 is dead), class_of_token[V], distance[K+1,S]: fewest tokens to the end, end id included, if k
-    more must stand before it. start: the first state, scalar or [B]. eos: end ids [B,E] padded with -1. least: tokens
-    before an end id is allowed, scalar or [B], at most K. The tables are arguments of the program, not part of it.
+    step[S,C] (state 0 is dead); class_of_token[G,V] and distance[G,K+1,S], one for each group of rows: fewest tokens to
+    the end, end id included, if k more must stand before it. start: the first state, scalar or [B]. eos: end ids [B,E]
+    padded with -1. least: tokens before an end id is allowed, scalar or [B], at most K. group: of each row, scalar or
+    [B]. The tables are arguments of the program, not part of it.
     """
-    for name, table, ndim in (("step", step, 2), ("class_of_token", class_of_token, 1), ("distance", distance, 2)):
+    for name, table, ndim in (("step", step, 2), ("class_of_token", class_of_token, 2), ("distance", distance, 3)):
         checks.require(np.ndim(table) == ndim, f"automaton: {name}", f"{ndim} axes", np.shape(table))
-    checks.require(distance.shape[1] == step.shape[0], "automaton: distance", f"[K, {step.shape[0]}]", distance.shape)
-    least = checks.whole(least, lambda n: (n >= 0) & (n < distance.shape[0]), "least", f"in [0, {len(distance) - 1}]")
-    params = {"tables": Shared((step, class_of_token, distance)), "start": start, "eos": eos, "least": least}
+    groups, most = len(class_of_token), distance.shape[1] - 1
+    same = distance.shape[0] == groups and distance.shape[2] == len(step)
+    checks.require(same, "automaton: distance", f"[{groups}, K, {len(step)}]", distance.shape)
+    least = checks.whole(least, lambda n: (n >= 0) & (n <= most), "least", f"in [0, {most}]")
+    group = checks.whole(group, lambda g: (g >= 0) & (g < groups), "group", f"in [0, {groups - 1}]")
+    tables = Shared((step, class_of_token, distance))
+    params = {"tables": tables, "start": start, "eos": eos, "least": least, "group": group}
     return LogitsTransform(params, "mask", _apply, _init, _advance)
 
 

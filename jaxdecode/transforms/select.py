@@ -12,7 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Drawn", "draw", "first_max", "keep_first", "mask_min_p", "mask_top_k", "mask_top_p", "rescale", "weights"]
+__all__ = [
+    "Drawn",
+    "draw",
+    "first_max",
+    "keep_first",
+    "last_kept",
+    "mask_min_p",
+    "mask_top_k",
+    "mask_top_p",
+    "rescale",
+    "weights",
+]
 
 BLOCK = 128  # ids per block of the two-level CDF
 
@@ -77,7 +88,7 @@ class _Bracket(NamedTuple):
     side: jax.Array
 
 
-def _last_kept(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.Array:
+def last_kept(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.Array:
     """The largest logit [B] such that the ids from it upwards hold ``needed[B]`` of ``amount[B,V]`` (>= 0).
 
     Regula falsi with the Illinois rule on the amount above a guess, every fourth turn a halving of the bits; the ends
@@ -123,7 +134,7 @@ def keep_first(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.A
     logits, amount, needed = lax.stop_gradient((logits, amount, needed))
     rows, size = logits.shape
     zero = jnp.zeros((), amount.dtype)
-    last = _last_kept(logits, amount, needed)[:, None]
+    last = last_kept(logits, amount, needed)[:, None]
     above, equal = logits > last, logits == last
     each = jnp.max(jnp.where(equal, amount, zero), axis=-1)
     count = jnp.sum(equal, axis=-1, dtype=jnp.int32)
