@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdecode._version import __version__
 
 if TYPE_CHECKING:
-    from jaxdecode import testing
+    from jaxdecode import constraints, testing
     from jaxdecode.base import (
         Decoder,
         Finish,
@@ -76,6 +76,7 @@ __all__ = [
     "bad_words",
     "banned_ids",
     "chain",
+    "constraints",
     "dry",
     "dynamic_temperature",
     "epsilon",
@@ -129,8 +130,8 @@ _HOME_OF = {name: f"jaxdecode.{module}" for module, names in _HOME.items() for n
 
 def __getattr__(name: str) -> Any:
     """A public name, imported from its module and kept."""
-    if name == "testing":
-        return importlib.import_module("jaxdecode.testing")
+    if name in ("constraints", "testing"):
+        return importlib.import_module(f"jaxdecode.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'jaxdecode' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -124,7 +124,8 @@ class Generated:
     processed_logprob[B,N] under the law really drawn from (0 for greedy rows), margin[B,N] and set_margin[B,N] (how
     far the choice was from another one; logits for greedy rows, probability otherwise), finish[B] (``Finish``).
     Past ``length`` log probabilities are 0 and margins +inf. top_ids[B,N,n], top_logprobs[B,N,n]: the n likeliest ids
-    of the raw law at every step, if asked for. With several samples per prompt every field has an axis K after B.
+    of the raw law at every step, if asked for. log_weight[B]: under a constraint, the log of a sampled row's importance
+    weight. With several samples per prompt every field has an axis K after B.
     """
 
     tokens: jax.Array
@@ -136,6 +137,7 @@ class Generated:
     finish: jax.Array
     top_ids: jax.Array | None = None
     top_logprobs: jax.Array | None = None
+    log_weight: jax.Array | None = None
 
     def to_lists(self) -> list[Any]:
         """Output ids of every row, the end token included; a list of K such lists per prompt if there is an axis K."""

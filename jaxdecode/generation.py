@@ -173,7 +173,7 @@ def _prepare(
     top = settings.top_logprobs
     checks.require(top <= vocab_size, "top_logprobs", f"in [0, {vocab_size}]", top)
     if decoder is None:
-        decoder = sample(model, top_logprobs=settings.top_logprobs)
+        decoder = sample(model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
     else:
         checks.require(top == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", top)
     cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)

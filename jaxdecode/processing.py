@@ -1,8 +1,8 @@
 """From settings to the chain of transforms: which factory makes what of a setting, and in which order they act.
 
 The order is documented in docs/settings.md: repetition, frequency and presence penalty, DRY, bias; a transform of the
-caller; bans and the minimum length; temperature; top-k, top-p, min-p, typical, epsilon, eta, top-n-sigma, p-less, XTC,
-or mirostat in their place.
+caller; prefix and grammar; bans and the minimum length; temperature; top-k, top-p, min-p, typical, epsilon, eta,
+top-n-sigma, p-less, XTC, or mirostat in their place.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdecode import checks, transforms
+from jaxdecode.constraints.rules import constraint_transforms
 from jaxdecode.transforms import LogitsTransform, id_lists
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ FILTERS: dict[str, Callable[[Any], LogitsTransform]] = {
     "xtc": _xtc,
     "mirostat": _mirostat,
 }
+LISTS = ("allowed_ids", "banned_ids", "bad_words")
 AT_ONE = ("top_p", "typical_p")  # off at 1; all others at 0
 
 
@@ -94,10 +96,12 @@ def check_numbers(settings: Settings) -> None:
 
 def _bans(settings: Settings, vocab_size: int, eos: Any) -> Parts:
     parts: Parts = {}
-    for name in ("allowed_ids", "banned_ids", "bad_words"):
+    for name in LISTS:
         if getattr(settings, name) is not None:
             parts[name] = getattr(transforms, name)(getattr(settings, name), vocab_size)
-    _check_left(parts, vocab_size)
+    left = _left(parts, vocab_size)
+    if left is not None:
+        checks.require(bool(left.any(axis=1).all()), ", ".join(parts), "at least one id left in every row", "none")
     if settings.no_repeat_ngram is not None:
         parts["no_repeat_ngram"] = transforms.no_repeat_ngram(settings.no_repeat_ngram)
     if settings.forced is not None:
@@ -107,31 +111,53 @@ def _bans(settings: Settings, vocab_size: int, eos: Any) -> Parts:
     return parts
 
 
-def _check_left(parts: Parts, vocab_size: int) -> None:
-    """ValueError if some row can never choose anything."""
+def _left(parts: Parts, vocab_size: int) -> np.ndarray | None:
+    """bool[B or 1,V]: the ids that lists leave at every step; None if they are for different numbers of rows."""
     left: Any = np.ones((1, vocab_size), bool)
-    tables = [id_lists.broadcast(part.params) for part in parts.values()]
-    if len({len(table) for table in tables} - {1}) > 1:
-        return  # lists for different numbers of rows: refused where B is known
-    for name, table in zip(parts, tables, strict=True):
+    tables = {name: id_lists.broadcast(parts[name].params) for name in LISTS if name in parts}
+    if len({len(table) for table in tables.values()} - {1}) > 1:
+        return None  # refused where B is known
+    for name, table in tables.items():
         if name == "bad_words":
             alone = np.where(np.all(table[..., :-1] == -1, axis=2), table[..., -1], -1)
             banned = np.zeros((len(table), vocab_size + 1), bool)
             np.put_along_axis(banned, alone, True, axis=1)  # -1 is the last column, which stands for no id
             table = ~banned[:, :-1]
         left = left & table
-    ok = bool(np.all(left.any(axis=1)))
-    checks.require(ok, ", ".join(parts) or "bans", "at least one id left in every row", "none")
+    return left
 
 
-def build(settings: Settings, vocab_size: int, eos: Any, extra: LogitsTransform | None = None) -> tuple[Parts, Any]:
-    """The transforms by name, in the documented order, and which rows are greedy."""
+def _constraints(settings: Settings, bans: Parts, vocab_size: int, eos: Any, limit: Any) -> Parts:
+    """Prefix and grammar, which count with the ids that ``bans`` leaves, the minimum length and the limit[B]."""
+    if not settings.constrained:
+        return {}
+    left = _left(bans, vocab_size)
+    if left is None or len(left) not in (1, len(limit)):
+        return {}  # refused for their rows
+    return constraint_transforms(
+        settings.regex,
+        settings.json_schema,
+        settings.choices,
+        settings.prefix,
+        eos=eos,
+        limit=limit,
+        vocab_size=vocab_size,
+        banned=~left,
+        least=bans["min_new_tokens"].params[0] if "min_new_tokens" in bans else 0,
+    )
+
+
+def build(
+    settings: Settings, vocab_size: int, eos: Any, limit: Any, extra: LogitsTransform | None = None
+) -> tuple[Parts, Any]:
+    """The transforms by name, in the documented order, for eos[B,E] and limit[B], and which rows are greedy."""
     parts = _given(settings, PENALTIES) | _dry(settings, vocab_size)
     if settings.logit_bias is not None:
         parts["logit_bias"] = transforms.logit_bias(settings.logit_bias, vocab_size)
     if extra is not None:
         parts["transform"] = transforms.chain(extra)
-    parts |= _bans(settings, vocab_size, eos)
+    bans = _bans(settings, vocab_size, eos)
+    parts |= _constraints(settings, bans, vocab_size, eos, limit) | bans
     parts["temperature"], greedy = _temperature(settings)
     return parts | _given(settings, FILTERS), greedy
 

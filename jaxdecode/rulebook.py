@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxdecode import checks, processing, transforms
 from jaxdecode.base import Rules, Shared
+from jaxdecode.constraints.rules import check_constraints
 from jaxdecode.transforms import LogitsTransform, id_lists
 
 __all__ = ["Settings"]
@@ -24,7 +25,9 @@ class Settings:
     max_new_tokens: output tokens, 0 allowed; its maximum N is static. min_new_tokens: no end id before. temperature:
     0 is a greedy row. eos: end ids for all rows, or int [B,E] padded with -1. stop: token sequences for all rows, or
     one list of them per row. num_samples: outputs per prompt, one prefill for all of them. top_logprobs: likeliest ids
-    to record at every step. docs/settings.md defines all others and their order. ValueError for anything out of range.
+    to record at every step. regex, json_schema, choices: a compiled grammar (one of them; ``choices`` may be lists of
+    ids) that the output, closed by an end id, has to match. prefix: ids that the output begins with, or one list of
+    them per row. docs/settings.md defines all others and their order. ValueError for anything out of range.
     """
 
     max_new_tokens: Any = 128
@@ -51,6 +54,10 @@ class Settings:
     banned_ids: Any = None
     bad_words: Any = None
     forced: Any = None
+    regex: Any = None
+    json_schema: Any = None
+    choices: Any = None
+    prefix: Any = None
     eos: Any = ()
     stop: Any = ()
     num_samples: int = 1
@@ -66,11 +73,17 @@ class Settings:
         for name, least in (("num_samples", 1), ("top_logprobs", 0)):
             value = getattr(self, name)
             checks.require(type(value) is int and value >= least, name, f"a whole number >= {least}", value)
+        check_constraints(self.regex, self.json_schema, self.choices, self.stop)
         processing.check_numbers(self)
         least, most = self._least(), self._limit()
         if checks.is_concrete(least) and (np.ndim(least) == 0 or np.ndim(most) == 0 or least.shape == most.shape):
             few = bool(np.all(least <= most))
             checks.require(few, "min_new_tokens", f"at most max_new_tokens = {most}", self.min_new_tokens)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether something says what the output may be, so that its weight (S9.3) is of use."""
+        return any(x is not None for x in (self.regex, self.json_schema, self.choices, self.prefix))
 
     def _limit(self) -> Any:
         return checks.whole(self.max_new_tokens, lambda n: n >= 0, "max_new_tokens", "whole numbers >= 0")
@@ -84,21 +97,22 @@ class Settings:
         return int(np.max(self._limit(), initial=0))
 
     def rules(self, batch_size: int, vocab_size: int, *, transform: LogitsTransform | None = None) -> Rules:
-        """These settings as ``Rules`` for B rows; ``transform`` comes between the bias and the bans.
+        """These settings as ``Rules`` for B rows; ``transform`` comes between the bias and the constraints.
 
         ValueError for an array whose length is not B, or an id outside [0, V).
         """
         eos = _eos(self.eos, batch_size, vocab_size)
-        named, greedy = processing.build(self, vocab_size, eos, transform)
-        rows = {
-            name: jax.tree.map(lambda x, name=name: _rows(x, batch_size, name), part, is_leaf=_shared)
-            for name, part in named.items()
-        }
         limit, least = (
             _rows(x, batch_size, name)
             for x, name in ((self._limit(), "max_new_tokens"), (self._least(), "min_new_tokens"))
         )
-        traced = [valid for name, part in rows.items() if name != "transform" for valid in _valid(part.params)]
+        named, greedy = processing.build(self, vocab_size, eos, limit, transform)
+        rows = {
+            name: jax.tree.map(lambda x, name=name: _rows(x, batch_size, name), part, is_leaf=_shared)
+            for name, part in named.items()
+        }
+        known = ("transform", "grammar")  # the caller's own, and what is concrete
+        traced = [valid for name, part in rows.items() if name not in known for valid in _valid(part.params)]
         if _traced(eos):
             traced.append(jnp.all((eos >= -1) & (eos < vocab_size), axis=1))
         if _traced(least):

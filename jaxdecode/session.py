@@ -151,7 +151,7 @@ class Session:
         cache, self._cache = self._cache, None
         padded = np.pad(ids, (0, self.capacity - len(ids))).astype(np.int32)[None]
         arrays = Prompt(*(jnp.asarray(x, jnp.int32) for x in (padded, [len(ids)], [len(ids) - 1])))
-        decoder = sample(self.model, top_logprobs=settings.top_logprobs)
+        decoder = sample(self.model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
         state = decoder.init(self.params, row_keys, arrays, rules, max_new_tokens=n, cache=cache)
         self._steps = Steps(decoder, self.params, state)
         return self._steps

@@ -389,3 +389,9 @@ def test_no_room_for_new_tokens_is_no_reply(model: str) -> None:
     assert loop.take("the and") == "length"
     assert loop.conversation.messages == []
     assert dataclasses.asdict(loop.conversation)["numbers"]["max_new_tokens"] == 0
+
+
+def test_every_reply_is_under_the_constraint(model: str) -> None:
+    options = ("--choices", "the", "--choices", "in", "--prefix", "t", "--banned-ids", "1")
+    assert [r["content"] for r in told(model, *MESSAGES[:2], options=options)] == ["the", "the"]
+    assert_bad(chat(model, "a", options=("--choices", "the", "--regex", "a")), "--regex and --choices: expected one")

@@ -145,12 +145,14 @@ def replay(record: dict[str, Any]) -> list[dict[str, Any]]:
         loaded.params,
         [record["prompt"]["ids"]] * len(keys),
         key=keys,
-        settings=jd.Settings(**{name: chosen[name] for name in names}),
+        settings=loaded.settings(**{name: chosen[name] for name in names}),
     )
     return [{"tokens": ids, "logprobs": out.logprob[i, : len(ids)]} for i, ids in enumerate(out.to_lists())]
 
 
-@pytest.mark.parametrize("options", [(), ("--num-samples", "3")])
+@pytest.mark.parametrize(
+    "options", [("--regex", "[a-h]{3}x?", "--banned-ids", "97", "--prefix", "b"), ("--num-samples", "3")], ids=str
+)
 def test_a_record_is_enough_to_run_it_again(tmp_path: Path, options: tuple[str, ...]) -> None:
     path = tmp_path / "run.json"
     arguments = (*TOY, *WARM, *options, "hello ")
@@ -161,7 +163,9 @@ def test_a_record_is_enough_to_run_it_again(tmp_path: Path, options: tuple[str, 
     assert [r["tokens"] for r in again] == [o["tokens"] for o in record["outputs"]]
     for mine, theirs in zip(again, record["outputs"], strict=True):
         np.testing.assert_allclose(mine["logprobs"], np.float32(theirs["logprobs"]), atol=1e-6)
-    assert len({tuple(o["tokens"]) for o in record["outputs"]}) == len(again) == (3 if options else 1)
+    assert (
+        len({tuple(o["tokens"]) for o in record["outputs"]}) == len(again) == (3 if "--num-samples" in options else 1)
+    )
 
 
 def test_the_fields_of_a_record(tmp_path: Path) -> None:
@@ -322,7 +326,12 @@ def test_every_setting_has_an_option_and_reaches_the_library(tmp_path: Path) -> 
     options = {name.replace("_", "-") for name in jd.Settings.__dataclass_fields__ if name != "eos"}  # from the model
     listed = call("generate", "--help").out
     assert [name for name in sorted(options) if f"--{name} " not in listed] == []
-    for section in ("Penalties:", "Bans and forced tokens:", "More ways to cut the law:"):
+    for section in (
+        "What the whole text may be:",
+        "Penalties:",
+        "Bans and forced tokens:",
+        "More ways to cut the law:",
+    ):
         assert listed.count(section) == 1
 
 

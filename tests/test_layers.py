@@ -13,11 +13,13 @@ EVERYTHING = {p.stem for p in ROOT.iterdir() if p.stem[0] not in "_." and (p.suf
 # For each part, the parts it may import. Decoders and models meet at base, never at each other.
 MAY_IMPORT = {
     **dict.fromkeys(BOTTOM, BOTTOM),
-    **dict.fromkeys(["kvcache", "linear", "transforms"], BOTTOM),
+    **dict.fromkeys(["kvcache", "quant", "transforms"], BOTTOM),
+    "linear": BOTTOM | {"quant"},
     "models": BOTTOM | {"kvcache", "linear"},
     "testing": BOTTOM,
     "decoders": BOTTOM | {"kvcache", "transforms"},
-    **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "processing"}),
+    "constraints": BOTTOM | {"transforms"},
+    **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "constraints", "processing"}),
     **dict.fromkeys(["loop", "generation", "session", "checkpoint", "text", "benchmark"], EVERYTHING - {"cli"}),
     "cli": EVERYTHING,
 }

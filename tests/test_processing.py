@@ -168,7 +168,7 @@ def test_the_chain_has_the_documented_order() -> None:
     given = {**EVERYTHING, "mirostat": (0.0, 0.1)}
     settings = Settings(max_new_tokens=N, eos=0, **given)
     parts = transforms.flatten(settings.rules(B, V, transform=jd.top_k(3)).transform)
-    assert [*processing.build(settings, V, np.zeros((B, 1), int), jd.top_k(3))[0]] == ORDER
+    assert [*processing.build(settings, V, np.zeros((B, 1), int), np.full(B, N), jd.top_k(3))[0]] == ORDER
     assert len(parts) == len(ORDER)
 
 

@@ -50,15 +50,19 @@ class Loaded(NamedTuple):
     def settings(self, *, defaults: Literal["library", "model"] = "library", **overrides: Any) -> Settings:
         """``Settings(**overrides)`` that ends at the file's end ids, unless ``eos`` says otherwise.
 
+        A ``regex``, a ``json_schema`` and ``choices`` are compiled for the tokenizer; a ``prefix`` may be a text.
+
         defaults: what holds for all else: the defaults of ``Settings``, or what the model's authors recommend
         (``generation``; greedy if that does not say ``do_sample``). ValueError: a recommendation without a setting.
         """
+        from jaxdecode.constraints import compiled_fields
         from jaxdecode.rulebook import Settings
 
         require(defaults in ("library", "model"), "defaults", "'library' or 'model'", defaults)
         known = frozenset(field.name for field in dataclasses.fields(Settings))
         recommended = settings_of(self.generation, known) if defaults == "model" else {}
-        return Settings(**{"eos": self.tokenizer.eos_ids, **recommended, **overrides})
+        chosen = compiled_fields(overrides, self.tokenizer)
+        return Settings(**{"eos": self.tokenizer.eos_ids, **recommended, **chosen})
 
 
 def load(source: str | os.PathLike[str], *, dtype: DTypeLike = "float32", progress: Progress | None = None) -> Loaded:

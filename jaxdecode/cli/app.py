@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxdecode._version import __version__
-from jaxdecode.cli.decoding import GroupedCommand, with_decoding
+from jaxdecode.cli.decoding import CONSTRAINTS, GroupedCommand, with_decoding
 
 __all__ = ["MODELS", "app"]
 
@@ -71,6 +71,7 @@ def examples(*lines: str) -> str:
         'jaxdecode generate --chat --temperature 0.7 --top-p 0.9 --seed 3 "Write a haiku about autumn."',
         'jaxdecode generate --num-samples 4 --temperature 1 --stop "." "Once upon a time"',
         'jaxdecode generate --max-new-tokens 5 --top-logprobs 3 "2 + 2 ="',
+        'jaxdecode generate --chat --choices yes --choices no "Is the sky blue?"',
         'jaxdecode generate --repetition-penalty 1.2 --no-repeat-ngram 3 "Once upon a time"',
         "echo 'Once upon a time' | jaxdecode generate --model toy --json --record run.json",
     ),
@@ -116,6 +117,7 @@ def generate(
     from jaxdecode.cli.choices import Request
     from jaxdecode.cli.generate import run
 
+    constraints = {name: more.pop(name) for name in CONSTRAINTS if name in more}
     request = Request(
         model=model,
         dtype=dtype,
@@ -134,6 +136,7 @@ def generate(
         logprobs=logprobs or top_logprobs > 0,
         top_logprobs=top_logprobs,
         stops=tuple(stop or ()),
+        constraints=constraints,
         record=record,
         json=json,
         stream=stream,

@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from jaxdecode.cli import constraining
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.terminal import Progress, bad_input, styled
 
@@ -23,18 +24,22 @@ def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], 
         from jaxdecode.checkpoint.converted import cache_folder
         from jaxdecode.cli.chat_loop import COMMANDS, ChatLoop
         from jaxdecode.cli.conversation import Conversation, check_numbers
-        from jaxdecode.cli.decoding import TEXTS
+        from jaxdecode.cli.decoding import CONSTRAINTS, TEXTS
         from jaxdecode.cli.lines import Lines
 
-        texts = {name: numbers.pop(name) for name in TEXTS if name in numbers}
+        texts, given = ({n: numbers.pop(n) for n in names if n in numbers} for names in (TEXTS, CONSTRAINTS))
+        constraining.check(given)
         with bad_input():
             check_numbers(numbers)
+            sources = constraining.read(given)
             loaded = jaxdecode.load(model, dtype=dtype, progress=progress)
+            constraint = constraining.compiled(loaded, sources, progress)
             loaded.tokenizer.chat([{"role": "user", "content": "?"}])  # no template: better told now
     finally:
         progress.stop()
     lines = Lines(cache_folder() / "chat_history", [*COMMANDS])
-    loop = ChatLoop(loaded, model, Conversation(numbers, system), json=json, interactive=lines.interactive, texts=texts)
+    fixed = {"texts": texts, "constraint": constraint}
+    loop = ChatLoop(loaded, model, Conversation(numbers, system), json=json, interactive=lines.interactive, **fixed)
     if lines.interactive and not json:
         about = f"{model}, a context of {loaded.config.context_length} tokens. /help lists the commands."
         typer.echo(styled(about, "dim"))

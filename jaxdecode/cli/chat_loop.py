@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import typer
@@ -63,9 +63,11 @@ class ChatLoop:
         json: bool,
         interactive: bool,
         texts: dict[str, tuple[str, ...]] | None = None,
+        constraint: dict[str, Any] | None = None,
     ) -> None:
         self.loaded, self.model, self.conversation = loaded, model, conversation
-        self.texts = texts or {}  # settings that are texts: as given at the start, not part of the conversation
+        # As given at the start, not part of the conversation: settings that are texts, and those of a constraint.
+        self.texts, self.constraint = texts or {}, constraint or {}
         self.json, self.interactive = json, interactive
         self.session = Session(loaded.model, loaded.params, context=loaded.config.context_length)
 
@@ -209,7 +211,7 @@ class ChatLoop:
             try:
                 progress("reading")
                 chosen = fields({**numbers, **self.texts}, self.loaded.tokenizer)
-                steps = self.session.reply(ids, key=key, settings=self.loaded.settings(**chosen))
+                steps = self.session.reply(ids, key=key, settings=self.loaded.settings(**chosen, **self.constraint))
                 while not interrupted() and (step := next(steps, None)) is not None:
                     info = jax.device_get(step)
                     self.print(reply.push(info.tokens[0, : info.count[0]].tolist()), progress)

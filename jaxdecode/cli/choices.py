@@ -28,7 +28,8 @@ FAILURES = {
 class Request(NamedTuple):
     """What the options of the command say. ``settings``: fields of ``jaxdecode.Settings``.
 
-    num_samples: None for one completion in no list. logprobs: tell them; top_logprobs: beside those of this many ids.
+    num_samples: None for one completion in no list. constraints: what was given of them, by name: a schema's
+    file (once read, the schema), a pattern, texts. logprobs: tell them; top_logprobs: beside those of this many ids.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Request(NamedTuple):
     logprobs: bool
     top_logprobs: int
     stops: tuple[str, ...]
+    constraints: dict[str, Any]
     record: str | None
     json: bool
     stream: bool
@@ -66,6 +68,8 @@ def choice(tokenizer: Tokenizer, written: Written, row: int, request: Request) -
     text, out = written.texts[row], written.out
     n = len(text.tokens)
     told = {"text": text.text, "tokens": text.tokens, "finish": written.finish[row], "completion_tokens": n}
+    if out.log_weight is not None and request.settings["temperature"] > 0:
+        told["log_weight"] = numbers(out.log_weight[row : row + 1])[0]
     if request.logprobs:
         told["logprobs"] = numbers(out.logprob[row, :n])
         told["processed_logprobs"] = numbers(out.processed_logprob[row, :n])

@@ -18,9 +18,10 @@ from jaxdecode.cli.terminal import bad_input
 if TYPE_CHECKING:
     from jaxdecode.text.tokenizer import Tokenizer
 
-__all__ = ["SETTINGS", "TEXTS", "GroupedCommand", "fields", "parse", "shown", "with_decoding"]
+__all__ = ["CONSTRAINTS", "SETTINGS", "TEXTS", "GroupedCommand", "fields", "parse", "shown", "with_decoding"]
 
 CUTS, PENALTIES, BANS = "More ways to cut the law", "Penalties", "Bans and forced tokens"
+SHAPE = "What the whole text may be"
 
 
 class Kind(NamedTuple):
@@ -69,6 +70,13 @@ TEXTS = {  # given as texts, which need the tokenizer; each may be given several
     "bad_words": Option(FLOAT, BANS, "TEXT", "Never write these tokens in a row; may be given several times."),
     "dry_breakers": Option(FLOAT, PENALTIES, "TEXT", "The last token of TEXT ends a stretch that --dry counts."),
 }
+CONSTRAINTS = {  # texts too, which are compiled for the tokenizer
+    "json_schema": Option(FLOAT, SHAPE, "FILE", "Write JSON that the JSON Schema in this file accepts."),
+    "regex": Option(FLOAT, SHAPE, "PATTERN", "Write a text that this pattern matches as a whole."),
+    "choices": Option(FLOAT, SHAPE, "TEXT", "Write one of these texts; give it once for each."),
+    "prefix": Option(FLOAT, SHAPE, "TEXT", "Begin with this text."),
+}
+REPEATED = {*TEXTS, "choices"}  # options that may be given several times
 
 
 def parse(name: str, text: str) -> Any:
@@ -114,8 +122,8 @@ def with_decoding(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.name != "more"]
     added = []
-    for name, option in (SETTINGS | TEXTS).items():
-        kind: Any = list[str] | None if name in TEXTS else str | None
+    for name, option in (SETTINGS | TEXTS | CONSTRAINTS).items():
+        kind: Any = list[str] | None if name in REPEATED else str | None
         info = typer.Option(metavar=option.metavar, help=option.help, rich_help_panel=option.panel)
         added.append(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
@@ -130,7 +138,9 @@ def with_decoding(command: Callable[..., None]) -> Callable[..., None]:
                 if name in TEXTS and "" in (value or ()):
                     raise ValueError(f"{name}: expected a text, got an empty one")
                 if value is not None:
-                    more[name] = tuple(value) if name in TEXTS else parse(name, value)
+                    more[name] = (
+                        tuple(value) if name in REPEATED else value if name in CONSTRAINTS else parse(name, value)
+                    )
             if "dry_breakers" in more and "dry" not in more:
                 raise ValueError("dry_breakers: expected dry beside it, got none")
         command(**given, more=more)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import typer
 
+from jaxdecode.cli import constraining
 from jaxdecode.cli.choices import CANCELLED, FAILURES, Request, Written, choice, log_probabilities
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import TEXTS, fields
@@ -38,10 +39,12 @@ def run(prompt: str | None, request: Request) -> int:
             target = None if request.record is None else check_target(request.record)
             numbers = {k: v for k, v in settings_of(request).items() if k not in TEXTS}
             jaxdecode.Settings(**numbers)  # a number out of range should not wait for the model
+            request = request._replace(constraints=constraining.read(request.constraints))
             loaded = jaxdecode.load(request.model, dtype=request.dtype, progress=progress)
             request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
-        written = write(loaded, ids, request, progress)
+            grammar = constraining.compiled(loaded, request.constraints, progress)
+        written = write(loaded, ids, grammar, request, progress)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
         if target is not None:
             with bad_input():
@@ -63,6 +66,7 @@ def check(request: Request) -> None:
         raise BadInput(f"--seed: expected a number in [0, 2^32), got {request.seed}")
     if "" in request.stops:
         raise BadInput("--stop: expected a text, got an empty one")
+    constraining.check(request.constraints, request.stops)
 
 
 def settings_of(request: Request) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def encode(loaded: Loaded, text: str, request: Request) -> list[int]:
     return loaded.tokenizer.chat([*system, {"role": "user", "content": text}])
 
 
-def write(loaded: Loaded, ids: list[int], request: Request, progress: Progress) -> Written:
+def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Request, progress: Progress) -> Written:
     """Decode after ``ids``, one step at a time, printing the pieces if it streams; Ctrl-C ends it early."""
     import jax
 
@@ -115,8 +119,9 @@ def write(loaded: Loaded, ids: list[int], request: Request, progress: Progress) 
 
     with deferred_interrupt() as interrupted:
         with bad_input():
-            options = {"key": jax.random.key(request.seed), "settings": loaded.settings(**settings_of(request))}
-            decoder, state = start(loaded.model, loaded.params, [ids], **options)
+            settings = loaded.settings(**settings_of(request), **grammar)
+            key = jax.random.key(request.seed)
+            decoder, state = start(loaded.model, loaded.params, [ids], key=key, settings=settings)
         keys = np.asarray(jax.random.key_data(state.keys)).reshape(rows, -1).tolist()
         steps = Steps(decoder, loaded.params, state)
         while not interrupted() and (step := next(steps, None)) is not None:

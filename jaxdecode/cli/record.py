@@ -44,7 +44,7 @@ def recorded(
         "versions": versions(),
         "model": {"source": request.model, "dtype": request.dtype, "files": files},
         "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
-        "settings": {**request.settings, **samples, **ends},
+        "settings": {**request.settings, **samples, **ends, **request.constraints},
         "seed": request.seed,
         "keys": {"impl": "threefry2x32", "words": written.keys},
         "outputs": outputs,

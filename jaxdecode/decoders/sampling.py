@@ -27,7 +27,7 @@ class SamplingState:
 
     tokens[B,S+N] prompt and output side by side, start[B] prompt length, length[B] tokens so far (the last one is not
     yet in ``cache``), finish[B]; logprob, processed_logprob, margin, set_margin [B,N];
-    top_ids, top_logprobs [B,N,n] if n > 0 are recorded.
+    top_ids, top_logprobs [B,N,n] if n > 0 are recorded; log_weight[B] if asked for.
     """
 
     cache: Cache
@@ -44,6 +44,7 @@ class SamplingState:
     set_margin: jax.Array
     top_ids: jax.Array | None
     top_logprobs: jax.Array | None
+    log_weight: jax.Array | None
 
 
 class Choice(NamedTuple):
@@ -63,6 +64,7 @@ def _context(state: SamplingState) -> Context:
 def _init(
     model: Model,
     top: int,
+    weigh: bool,
     params: Params,
     keys: jax.Array,
     prompt: Prompt,
@@ -107,6 +109,7 @@ def _init(
         set_margin=infinite,
         top_ids=jnp.full((batch, max_new_tokens, top), -1, jnp.int32) if top else None,
         top_logprobs=jnp.zeros((batch, max_new_tokens, top), spec.dtype) if top else None,
+        log_weight=jnp.zeros((batch,), spec.dtype) if weigh else None,
     )
 
 
@@ -189,6 +192,21 @@ def _record_top(state: SamplingState, raw: jax.Array, output: jax.Array) -> Samp
     )
 
 
+def _weighed(state: SamplingState, processed: Processed, greedy: jax.Array, running: jax.Array) -> SamplingState:
+    """Add the step's log of the mass that the masks left (S9.3), if the state keeps the sum.
+
+    NaN for greedy rows, and where a filter removed something: their law is no proposal for the model's.
+    """
+    if state.log_weight is None:
+        return state
+    allowed = processed.unfiltered > -jnp.inf
+    mass = _log_total(jnp.where(allowed, processed.unmasked, -jnp.inf)) - _log_total(processed.unmasked)
+    mass = jnp.where(jnp.any(allowed, axis=-1), jnp.minimum(mass, 0), -jnp.inf)
+    cut = jnp.any(allowed & jnp.isneginf(processed.logits), axis=-1)
+    new = state.log_weight + jnp.where(greedy | cut, jnp.nan, mass)
+    return dataclasses.replace(state, log_weight=jnp.where(running, new, state.log_weight))
+
+
 def _step(model: Model, all_greedy: bool, params: Params, state: SamplingState) -> tuple[SamplingState, StepInfo]:
     """Compute p(. | x_<t), choose a token, append it; rows that ended stay as they are."""
     running = state.finish == Finish.RUNNING
@@ -198,6 +216,7 @@ def _step(model: Model, all_greedy: bool, params: Params, state: SamplingState) 
     processed = transforms.process(state.rules.transform, raw, _context(state), state.states, greedy | ~running)
     raw_total = _log_total(raw)
     fault = _faults(raw_total, processed.logits)
+    state = _weighed(state, processed, greedy, running)
     good = (fault == Finish.RUNNING)[:, None]
     processed = processed._replace(logits=jnp.where(good, processed.logits, 0))
     choice = _choose(raw, raw_total, processed, greedy, state)
@@ -246,12 +265,13 @@ def _finish(state: SamplingState) -> Generated:
         state.finish,
         state.top_ids,
         state.top_logprobs,
+        state.log_weight,
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _decoder(model: Model, all_greedy: bool, top_logprobs: int) -> Decoder:
-    init, step = functools.partial(_init, model, top_logprobs), functools.partial(_step, model, all_greedy)
+def _decoder(model: Model, all_greedy: bool, top_logprobs: int, log_weight: bool) -> Decoder:
+    init, step = functools.partial(_init, model, top_logprobs, log_weight), functools.partial(_step, model, all_greedy)
     return Decoder(init, step, _finish)
 
 
@@ -260,12 +280,13 @@ def greedy(model: Model, *, top_logprobs: int = 0) -> Decoder:
 
     top_logprobs: how many of the likeliest ids to record at every step.
     """
-    return _decoder(model, True, top_logprobs)
+    return _decoder(model, True, top_logprobs, False)
 
 
-def sample(model: Model, *, top_logprobs: int = 0) -> Decoder:
+def sample(model: Model, *, top_logprobs: int = 0, log_weight: bool = False) -> Decoder:
     """Rows draw from their processed law by one uniform number each; rows of ``Rules.greedy`` take the arg max.
 
-    top_logprobs: how many of the likeliest ids to record at every step.
+    top_logprobs: how many of the likeliest ids to record at every step. log_weight: sum the log of the mass that the
+    masks left of each step's law (S9.3).
     """
-    return _decoder(model, False, top_logprobs)
+    return _decoder(model, False, top_logprobs, log_weight)

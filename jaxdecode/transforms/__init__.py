@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxdecode.transforms.adaptive import dynamic_temperature, mirostat, xtc
+from jaxdecode.transforms.automaton import automaton, prefix
 from jaxdecode.transforms.bans import allowed_ids, bad_words, banned_ids, forced, min_new_tokens, no_repeat_ngram
 from jaxdecode.transforms.core import Context, LogitsTransform, Processed, advance, chain, flatten, init, process
 from jaxdecode.transforms.cutoffs import epsilon, eta, p_less, top_n_sigma, typical_p
@@ -16,6 +17,7 @@ __all__ = [
     "Processed",
     "advance",
     "allowed_ids",
+    "automaton",
     "bad_words",
     "banned_ids",
     "chain",
@@ -35,6 +37,7 @@ __all__ = [
     "mirostat",
     "no_repeat_ngram",
     "p_less",
+    "prefix",
     "presence_penalty",
     "process",
     "repetition_penalty",

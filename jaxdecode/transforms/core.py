@@ -155,10 +155,14 @@ def flatten(transform: LogitsTransform) -> tuple[LogitsTransform, ...]:
 
 
 class Processed(NamedTuple):
-    """logits[B,V] of the law drawn from; unmasked[B,V] = scores only (no mask, no filter); the margins [B]."""
+    """logits[B,V] of the law drawn from; unmasked[B,V]: scores only (no mask, no filter); the margins [B].
+
+    unfiltered[B,V]: scores and masks, no filter.
+    """
 
     logits: jax.Array
     unmasked: jax.Array
+    unfiltered: jax.Array
     token_margin: jax.Array
     set_margin: jax.Array
 
@@ -211,17 +215,11 @@ def process(
                 after = jnp.where(greedy[:, None], carry[0], after)
                 token, held = (jnp.where(greedy, jnp.inf, x) for x in (token, held))
             carry = (after, jnp.minimum(carry[1], token), jnp.minimum(carry[2], held))
-    return Processed(carry[0], _scores(parts, logits, ctx, states), carry[1], carry[2])
-
-
-def _scores(
-    parts: tuple[LogitsTransform, ...], logits: jax.Array, ctx: Context, states: tuple[State, ...]
-) -> jax.Array:
-    """Scores alone; computed only where a strategy reads them (XLA drops an unused result)."""
+    scores, unfiltered = logits, logits  # computed only where a strategy reads them: XLA drops an unused result
     for t, s in zip(parts, states, strict=True):
-        if t.kind in ("score", "scale"):
-            logits = t.apply(logits, ctx, s)
-    return logits
+        scores = t.apply(scores, ctx, s) if t.kind in ("score", "scale") else scores
+        unfiltered = unfiltered if t.kind == "filter" else t.apply(unfiltered, ctx, s)
+    return Processed(carry[0], scores, unfiltered, carry[1], carry[2])
 
 
 def _cut(t: LogitsTransform, state: State, carry: _Carry, ctx: Context, greedy: jax.Array) -> _Carry:
