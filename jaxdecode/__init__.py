@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxdecode.decoders import greedy, sample
     from jaxdecode.generation import generate
     from jaxdecode.loop import run, run_until_done, stream
+    from jaxdecode.quant import QTensor, dequantize, quantize
     from jaxdecode.rulebook import Settings
     from jaxdecode.transforms import (
         Context,
@@ -67,6 +68,7 @@ __all__ = [
     "Model",
     "Params",
     "Prompt",
+    "QTensor",
     "Rules",
     "Settings",
     "Shared",
@@ -76,6 +78,7 @@ __all__ = [
     "bad_words",
     "banned_ids",
     "chain",
+    "dequantize",
     "dry",
     "dynamic_temperature",
     "epsilon",
@@ -93,6 +96,7 @@ __all__ = [
     "p_less",
     "presence_penalty",
     "put_rows",
+    "quantize",
     "repeat_rows",
     "repetition_penalty",
     "run",
@@ -117,6 +121,7 @@ _HOME = {
     "decoders": "greedy sample",
     "generation": "generate",
     "loop": "run run_until_done stream",
+    "quant": "QTensor dequantize quantize",
     "rulebook": "Settings",
     "transforms": (
         "Context LogitsTransform allowed_ids bad_words banned_ids chain dry dynamic_temperature epsilon "

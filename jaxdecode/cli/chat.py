@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.terminal import Progress, bad_input, styled
 
+if TYPE_CHECKING:
+    from jaxdecode.quant import Scheme
+
 __all__ = ["run"]
 
 
-def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], json: bool, compile_cache: bool) -> int:
+def run(
+    model: str,
+    *,
+    dtype: str,
+    quantize: Scheme | None,
+    system: str | None,
+    numbers: dict[str, Any],
+    json: bool,
+    compile_cache: bool,
+) -> int:
     """Talk until the input ends; ``numbers``: those of ``conversation.NUMBERS``, and others given. The exit code."""
     progress = Progress()
     try:
@@ -29,7 +41,7 @@ def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], 
         texts = {name: numbers.pop(name) for name in TEXTS if name in numbers}
         with bad_input():
             check_numbers(numbers)
-            loaded = jaxdecode.load(model, dtype=dtype, progress=progress)
+            loaded = jaxdecode.load(model, dtype=dtype, quantize=quantize, progress=progress)
             loaded.tokenizer.chat([{"role": "user", "content": "?"}])  # no template: better told now
     finally:
         progress.stop()

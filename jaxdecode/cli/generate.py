@@ -38,7 +38,8 @@ def run(prompt: str | None, request: Request) -> int:
             target = None if request.record is None else check_target(request.record)
             numbers = {k: v for k, v in settings_of(request).items() if k not in TEXTS}
             jaxdecode.Settings(**numbers)  # a number out of range should not wait for the model
-            loaded = jaxdecode.load(request.model, dtype=request.dtype, progress=progress)
+            how: Any = {"dtype": request.dtype, "quantize": request.quantize}
+            loaded = jaxdecode.load(request.model, **how, progress=progress)
             request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
         written = write(loaded, ids, request, progress)
