@@ -65,14 +65,8 @@ def run(asked: Asked) -> int:
     finally:
         progress.stop()
     about = {"format": FORMAT, "version": VERSION, "model": asked.model, "dtype": asked.dtype}
-    told = {
-        **about,
-        "quantize": asked.quantize,
-        "threads": _threads(),
-        "runs": asked.runs,
-        "versions": versions(),
-        **found,
-    }
+    how = {"quantize": asked.quantize, "threads": _threads(), "runs": asked.runs, "versions": versions()}
+    told = {**about, **how, **found}
     typer.echo(json_text.dumps(told, ensure_ascii=False) if asked.json else as_text(told), nl=asked.json)
     return 0
 

@@ -161,7 +161,8 @@ def as_text(found: dict[str, Any]) -> str:
     parts += ["\n", table(("config", "value"), rows, left=(0, 1))]
     shapes = [(p["name"], str(p["shape"]), p["dtype"], in_bytes(p["bytes"])) for p in _folded(found["parameter_table"])]
     parts += ["\n", table(("parameter", "shape", "dtype", "bytes"), shapes, left=(0, 1, 2))]
-    total = f"{found['parameters']:,} parameters, {in_bytes(found['parameter_bytes'])} in {found['quantize'] or found['dtype']}"
+    kind = found["quantize"] or found["dtype"]
+    total = f"{found['parameters']:,} parameters, {in_bytes(found['parameter_bytes'])} in {kind}"
     parts += [f"{total}\n\n", f"cache: {found['cache_bytes_per_token']:,} bytes per token\n"]
     if found["multiplications_per_token"]:
         counts = [[f"{n:,}" for n in row.values()] for row in found["multiplications_per_token"]]
