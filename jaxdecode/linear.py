@@ -41,9 +41,9 @@ def matmul(w: jax.Array | QTensor, x: jax.Array, out_dtype: np.dtype | None = No
 
 
 def _scale(x: jax.Array) -> jax.Array:
-    """One scale per row of x[K,R], [1,R]: the largest magnitude is 127."""
+    """One scale per row of x[K,R], [1,R]: the largest magnitude is 127. NaN stays NaN, and makes its row NaN."""
     scale = jnp.max(jnp.abs(x), axis=0, keepdims=True) / 127
-    return jnp.where(scale > 0, scale, 1)
+    return jnp.where(scale == 0, 1, scale)
 
 
 def _integer(codes: jax.Array, x: jax.Array) -> jax.Array:
