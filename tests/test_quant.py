@@ -146,7 +146,7 @@ def test_products_are_the_scheme_and_the_same_at_every_number_of_rows(scheme: An
 
 
 def test_a_tie_between_levels_falls_the_same_way_at_every_number_of_rows() -> None:
-    """Every entry is half-way between two levels as nearly as float32 can tell, so that one rounding more would show."""
+    """Every entry is half-way between two levels, as nearly as float32 can tell: one rounding more would show."""
     rng = np.random.default_rng(5)
     x = rng.integers(-126, 126, (200, max(ROWS))) + 0.5
     x[0] = 127
