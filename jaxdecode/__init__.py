@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxdecode.decoders import greedy, sample
     from jaxdecode.generation import generate
     from jaxdecode.loop import run, run_until_done, stream
+    from jaxdecode.quant import QTensor, dequantize, quantize
     from jaxdecode.rulebook import Settings
     from jaxdecode.transforms import (
         Context,
@@ -67,6 +68,7 @@ __all__ = [
     "Model",
     "Params",
     "Prompt",
+    "QTensor",
     "Rules",
     "Settings",
     "Shared",
@@ -77,6 +79,7 @@ __all__ = [
     "banned_ids",
     "chain",
     "constraints",
+    "dequantize",
     "dry",
     "dynamic_temperature",
     "epsilon",
@@ -94,6 +97,7 @@ __all__ = [
     "p_less",
     "presence_penalty",
     "put_rows",
+    "quantize",
     "repeat_rows",
     "repetition_penalty",
     "run",
@@ -118,6 +122,7 @@ _HOME = {
     "decoders": "greedy sample",
     "generation": "generate",
     "loop": "run run_until_done stream",
+    "quant": "QTensor dequantize quantize",
     "rulebook": "Settings",
     "transforms": (
         "Context LogitsTransform allowed_ids bad_words banned_ids chain dry dynamic_temperature epsilon "

@@ -11,13 +11,19 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdecode import checks
 from jaxdecode.base import Params
 
-__all__ = ["QTensor", "Scheme", "dequantize", "quantize"]
+__all__ = ["QTensor", "Scheme", "check_scheme", "codes_and_scale", "dequantize", "quantize"]
 
 Scheme = Literal["int8", "int8_weights"]
+
+
+def check_scheme(name: str, scheme: Any) -> None:
+    """ValueError unless the argument ``name`` is one of the schemes."""
+    checks.require(scheme in get_args(Scheme), name, f"one of {', '.join(get_args(Scheme))}", scheme)
 
 
 @jax.tree_util.register_dataclass
@@ -39,24 +45,33 @@ class QTensor:
         return self.scale.dtype
 
 
-def _quantize(w: jax.Array, scheme: Scheme) -> QTensor:
-    wide = w.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=1) / 127
-    codes = jnp.round(wide / jnp.where(scale > 0, scale, 1)[:, None]).astype(jnp.int8)
-    return QTensor(codes, scale.astype(w.dtype), scheme)
+def codes_and_scale(w: Any, xp: Any = jnp) -> tuple[Any, Any]:
+    """``codes`` and ``scale`` of w[N,K], by NumPy (``xp=np``) or jax: the same bits.
+
+    The scale is rounded to the dtype of w first, so that the codes are the nearest for the scale that is kept. Divided
+    is by reciprocals, as XLA would do it by itself, and a row is zero whose scale is no normal float32: XLA has no
+    others.
+    """
+    wide = w.astype(np.float32)
+    scale = (xp.max(xp.abs(wide), axis=1) * np.float32(1 / 127)).astype(w.dtype)
+    step = scale.astype(np.float32)
+    zero = step < np.finfo(np.float32).tiny
+    codes = xp.round(wide * (1 / xp.where(zero, np.float32(1), step))[:, None])
+    return xp.clip(codes, -127, 127).astype(np.int8), xp.where(zero, scale.dtype.type(0), scale)
 
 
-_compiled = jax.jit(_quantize, static_argnums=1)
+_compiled = jax.jit(codes_and_scale, static_argnames="xp")
 
 
 def quantize(params: Params, scheme: Scheme) -> Params:
     """Every matrix [N,K] of ``params`` as a ``QTensor``; vectors stay. ValueError for an unknown scheme or NaN, inf."""
-    checks.require(scheme in get_args(Scheme), "scheme", f"one of {', '.join(get_args(Scheme))}", scheme)
+    check_scheme("scheme", scheme)
 
     def leaf(path: Any, w: jax.Array) -> Any:
         if w.ndim != 2 or not jnp.issubdtype(w.dtype, jnp.floating):
             return w
-        q = _compiled(w, scheme)
+        codes, scale = _compiled(w)
+        q = QTensor(codes, scale, scheme)
         if checks.is_concrete(q.scale):
             name = jax.tree_util.keystr(path)
             checks.require(bool(jnp.all(jnp.isfinite(q.scale))), f"params{name}", "finite numbers", "NaN or inf")

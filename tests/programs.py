@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend import core
 
-__all__ = ["large_instructions", "loop_instructions", "multiplications", "result_shapes"]
+__all__ = ["computations", "large_instructions", "loop_instructions", "multiplications", "result_shapes"]
 
 
 def multiplications(jaxpr: core.Jaxpr, reach: int | None = None) -> int:
@@ -44,7 +44,7 @@ def _inner(eqn: Any) -> list[core.Jaxpr]:
     ]
 
 
-def _computations(hlo: str) -> dict[str, list[str]]:
+def computations(hlo: str) -> dict[str, list[str]]:
     """The instructions of every computation of a compiled program, by name."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
@@ -61,7 +61,7 @@ CALLS = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^
 
 def loop_instructions(hlo: str) -> list[str]:
     """Every instruction of the while bodies and of the computations they call, fused ones included."""
-    found, seen = _computations(hlo), set()
+    found, seen = computations(hlo), set()
     todo = re.findall(r"body=%?([\w.\-]+)", hlo)
     assert todo, "expected a loop"
     while todo:
@@ -82,7 +82,7 @@ def large_instructions(hlo: str, numbers: int) -> list[str]:
 
     A fusion counts as what its root does. Whether a write is in place shows in the memory the program asks for.
     """
-    found, out = _computations(hlo), []
+    found, out = computations(hlo), []
     for line in loop_instructions(hlo):
         parts = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = \w+\[([\d,]*)\]\S* ([\w\-]+)\(", line)
         if not parts or math.prod(int(x) for x in parts[1].split(",") if x) < numbers:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxdecode.base import Params
 from jaxdecode.benchmark.machine import measure_machine, peak_bytes, reset_peak
 from jaxdecode.benchmark.timing import MODES, Case, Times, measure
 from jaxdecode.benchmark.work import Work, numpy_seconds, work_of
 from jaxdecode.checks import require
 from jaxdecode.models.counts import param_bytes
 from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.quant import QTensor, Scheme
 
 if TYPE_CHECKING:
     from jaxdecode.checkpoint import Loaded
@@ -29,7 +31,7 @@ def _silent(text: str, fraction: float) -> None:
 
 
 def bench(
-    load: Callable[[str | None], Loaded],
+    load: Callable[[Scheme | None], Loaded],
     cases: Sequence[Case],
     *,
     runs: int = 3,
@@ -84,11 +86,11 @@ def _row(
     held = jax.eval_shape(lambda p: model.init_cache(p, case.batch, times.cache_len), params)
     work = work_of(model, config, params, case)
     numpy: float | None = None
-    if floor and isinstance(config, TransformerConfig) and MODES[case.mode].quantize is None:
+    if floor and isinstance(config, TransformerConfig) and not _schemes(params):
         progress("the same products by NumPy")
         numpy = numpy_seconds(config, params, case.batch)
     progress("measuring this machine")
-    products, weights = _products(params, case), param_bytes(params)
+    products, weights = _products(params), param_bytes(params)
     machine = measure_machine({products}, read=min(max(weights, LEAST_READ), MOST_READ))
     floor_seconds = None if work is None else machine.floor_seconds(work.bytes, work.multiplications, products)
     return {
@@ -110,9 +112,15 @@ def _row(
     }
 
 
-def _products(params: Any, case: Case) -> str:
-    """The type of the numbers that a step multiplies."""
-    return "int8" if MODES[case.mode].int8_products else _float_name(params)
+def _schemes(params: Params) -> set[Scheme]:
+    """By what the weights are quantized."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QTensor))
+    return {leaf.scheme for leaf in leaves if isinstance(leaf, QTensor)}
+
+
+def _products(params: Params) -> str:
+    """The type of the numbers that a step multiplies, by the scheme; how a platform does it is its own affair."""
+    return "int8" if "int8" in _schemes(params) else _float_name(params)
 
 
 def _float_name(params: Any) -> str:

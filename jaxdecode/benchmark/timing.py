@@ -14,22 +14,23 @@ import numpy as np
 from jaxdecode import generation
 from jaxdecode.base import Finish, Model, Params
 from jaxdecode.checks import require
+from jaxdecode.quant import Scheme
 
 __all__ = ["MODES", "Case", "Mode", "Times", "measure", "prompt_ids"]
 
 
 class Mode(NamedTuple):
-    """A way to decode: fields of ``Settings``, the scheme of the weights, and whether products multiply int8."""
+    """A way to decode: fields of ``Settings``, and the scheme of the weights (None: as they are)."""
 
     settings: Mapping[str, Any]
-    quantize: str | None = None
-    int8_products: bool = False
+    quantize: Scheme | None = None
 
 
 MODES: dict[str, Mode] = {
     "greedy": Mode({"temperature": 0.0}),
     "top_p": Mode({"temperature": 1.0, "top_p": 0.9}),
-    "int8": Mode({"temperature": 0.0}, quantize="int8", int8_products=True),
+    "int8": Mode({"temperature": 0.0}, quantize="int8"),
+    "int8_weights": Mode({"temperature": 0.0}, quantize="int8_weights"),
 }
 
 

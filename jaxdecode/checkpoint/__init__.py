@@ -25,6 +25,7 @@ from jaxdecode.checkpoint.source import Checkpoint
 from jaxdecode.checks import require
 from jaxdecode.models.toy import ToyConfig
 from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.quant import Scheme, check_scheme
 from jaxdecode.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -65,24 +66,35 @@ class Loaded(NamedTuple):
         return Settings(**{"eos": self.tokenizer.eos_ids, **recommended, **chosen})
 
 
-def load(source: str | os.PathLike[str], *, dtype: DTypeLike = "float32", progress: Progress | None = None) -> Loaded:
+def load(
+    source: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike = "float32",
+    quantize: Scheme | None = None,
+    progress: Progress | None = None,
+) -> Loaded:
     """Load a model: a catalogue name, a ``.gguf`` file, a Hugging Face directory, or a hub id "owner/name".
 
-    dtype: of all params: float32, bfloat16 or float16. The first load of a file converts it into the user's cache
+    dtype: of all params: float32, bfloat16 or float16. quantize: "int8" or "int8_weights": matrices are a ``QTensor``,
+    as from ``jaxdecode.quantize(params, quantize)``. The first load of a file converts it into the user's cache
     (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. What ``save``
-    wrote is mapped as it is. Catalogue models and hub ids are downloaded if they are not here, unless
-    JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source or dtype, damaged or unsupported file;
-    FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is missing.
+    wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
+    here, unless JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme, damaged or
+    unsupported file; FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is
+    missing.
 
     >>> loaded = load("toy")
     >>> loaded.tokenizer.decode(loaded.tokenizer.encode("words"))
     'words'
     """
     kind = _dtype(dtype)
+    if quantize is not None:
+        check_scheme("quantize", quantize)
     if source == TOY:
+        require(quantize is None, "quantize", "None for toy (a table, no matrix to multiply by)", quantize)
         return _toy(kind)
     progress = progress or (lambda text, fraction: None)
-    return _transformer(find(source, progress), kind, progress)
+    return _transformer(find(source, progress), kind, quantize, progress)
 
 
 def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
@@ -134,30 +146,30 @@ def _directory(folder: Path) -> Source:
     return Source(folder, source_files(folder), read_llama_directory)
 
 
-def _transformer(source: Source, dtype: np.dtype[Any], progress: Progress) -> Loaded:
+def _transformer(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress) -> Loaded:
     from jaxdecode.models.transformer import transformer
 
-    copy = _copy(source, dtype, progress)
+    copy = _copy(source, dtype, scheme, progress)
     return Loaded(transformer(copy.config), copy.params, copy.tokenizer, copy.config, copy.generation)
 
 
-def _copy(source: Source, dtype: np.dtype[Any], progress: Progress) -> Copy:
+def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress) -> Copy:
     """The converted copy, made first if it is not there; in memory alone if the cache cannot be written."""
-    folder = converted.copy_folder(source.path, source.files, dtype)
+    folder = converted.copy_folder(source.path, source.files, dtype, scheme)
     if (copy := converted.read_copy(folder)) is not None:
         return copy
     checkpoint = source.read(source.path)
-    if (copy := converted.mapped(checkpoint, dtype)) is not None:
+    if scheme is None and (copy := converted.mapped(checkpoint, dtype)) is not None:
         return copy
     try:
-        converted.write_copy(folder, checkpoint, dtype, progress)
+        converted.write_copy(folder, checkpoint, dtype, scheme, progress)
         if (copy := converted.read_copy(folder)) is not None:
             return copy
         reason = "the copy cannot be read back"
     except OSError as error:
         reason = str(error)
     warnings.warn(f"{folder.parent}: no converted copy kept, the next load converts again: {reason}", stacklevel=4)
-    return converted.in_memory(checkpoint, dtype, progress)
+    return converted.in_memory(checkpoint, dtype, scheme, progress)
 
 
 def _toy(dtype: np.dtype[Any]) -> Loaded:

@@ -3,8 +3,9 @@
 A copy is a folder in the user's cache: ``model.safetensors`` (aligned, so that jax uses the memory map itself),
 ``config.json`` and ``tokenizer.json``. It is made under a temporary name, flushed, and renamed when complete: a kill
 leaves nothing half written under the real name. The name holds the source's path, the size and modification time of
-each of its files, the dtype and the version of this module's layout, so a copy is never stale. A checkpoint that lies
-on disk like a copy already needs none: its own files are mapped.
+each of its files, the dtype, the scheme if the weights are quantized, and the version of this module's layout, so a
+copy is never stale. A checkpoint that lies on disk like a copy already needs none: its own files are mapped. Of a
+quantized matrix the file holds the codes under its name, and the scale beside them under that name and ``.scale``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from jaxdecode.base import Params
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, Entry, cast_blocks, read_safetensors, write_safetensors
 from jaxdecode.checkpoint.source import Checkpoint, named_shapes, params_from_names
 from jaxdecode.models.transformer import RopeScaling, TransformerConfig
+from jaxdecode.quant import QTensor, Scheme, check_scheme, codes_and_scale
 from jaxdecode.text.backend import Vocabulary, open_tokenizer
 from jaxdecode.text.tokenizer import Tokenizer
 
@@ -47,6 +49,8 @@ _VERSION = 2  # of the layout of a copy and of the conversion: raised whenever e
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 _UNFINISHED = ".unfinished-"
 _ABANDONED_SECONDS = 3600
+_SCALE = ".scale"
+_PIECE = 1 << 19  # values quantized at a time: their intermediate results stay in the processor's cache
 
 Progress = Callable[[str, float], None]
 
@@ -66,14 +70,15 @@ def cache_folder() -> Path:
     return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "jaxdecode"
 
 
-def copy_folder(source: Path, files: Sequence[Path], dtype: np.dtype[Any]) -> Path:
+def copy_folder(source: Path, files: Sequence[Path], dtype: np.dtype[Any], scheme: Scheme | None = None) -> Path:
     """The folder of the copy of ``source``, made of ``files``, as they are now. OSError if one cannot be read."""
     place = hashlib.sha256(os.fsencode(source.resolve(strict=True))).hexdigest()[:12]
     state = hashlib.sha256(str(_VERSION).encode())
     for file in files:
         stat = file.stat()
         state.update(os.fsencode(file.name) + f" {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return cache_folder() / "checkpoints" / f"{place}-{dtype.name}-{state.hexdigest()[:12]}"
+    kind = dtype.name if scheme is None else f"{dtype.name}+{scheme}"
+    return cache_folder() / "checkpoints" / f"{place}-{kind}-{state.hexdigest()[:12]}"
 
 
 def read_copy(folder: Path) -> Copy | None:
@@ -81,6 +86,8 @@ def read_copy(folder: Path) -> Copy | None:
     try:
         described = json.loads((folder / _CONFIG).read_text("utf-8"))
         config, generation = _config(described["config"]), dict(described["generation"])
+        if (scheme := described.get("quantize")) is not None:
+            check_scheme("quantize", scheme)
         text = described["vocabulary"]
         text["eos_ids"] = tuple(text["eos_ids"])
         vocabulary = Vocabulary(json=(folder / _TOKENIZER).read_text("utf-8"), **text)
@@ -88,9 +95,9 @@ def read_copy(folder: Path) -> Copy | None:
         arrays, _ = read_safetensors(folder / _WEIGHTS)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if {name: array.shape for name, array in arrays.items()} != named_shapes(config):
+    if {name: array.shape for name, array in arrays.items()} != _stored_shapes(config, scheme):
         return None
-    params = params_from_names(config, {k: jax.device_put(v) for k, v in arrays.items()})
+    params = _params(config, {k: jax.device_put(v) for k, v in arrays.items()}, scheme)
     return Copy(config, tokenizer, params, generation)
 
 
@@ -101,55 +108,58 @@ def mapped(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> Copy | None:
         if param.mapped is None or param.mapped.dtype != dtype:
             return None
         arrays[param.name] = param.mapped
-    return _copy(checkpoint, {name: jax.device_put(array) for name, array in arrays.items()})
+    return _copy(checkpoint, {name: jax.device_put(array) for name, array in arrays.items()}, None)
 
 
-def write_copy(folder: Path, checkpoint: Checkpoint, dtype: np.dtype[Any], progress: Progress) -> None:
+def write_copy(
+    folder: Path, checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress
+) -> None:
     """Convert ``checkpoint`` into ``folder``. OSError if the cache cannot be written; it then is as it was."""
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(root)
     made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
     try:
-        entries = _entries(checkpoint, dtype)
+        entries = _entries(checkpoint, dtype, scheme)
         write_safetensors(made / _WEIGHTS, entries, written=_reporter(entries, progress))
         text = checkpoint.vocabulary._asdict()
         write_text(made / _TOKENIZER, text.pop("json"))
         config = dataclasses.asdict(checkpoint.config)
-        described = {"config": config, "vocabulary": text, "generation": dict(checkpoint.generation)}
+        about = {"quantize": scheme, "generation": dict(checkpoint.generation)}
+        described = {"config": config, "vocabulary": text, **about}
         write_text(made / _CONFIG, json.dumps(described, indent=1))
         sync_folder(made)
         _put_in_place(made, folder)
         sync_folder(root)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    place_and_dtype = folder.name.rpartition("-")[0]
-    for old in root.glob(f"{place_and_dtype}-*"):  # of an earlier state of the same file: nothing can ask for it again
+    place_and_kind = folder.name.rpartition("-")[0]
+    for old in root.glob(f"{place_and_kind}-*"):  # of an earlier state of the same file: nothing can ask for it again
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def in_memory(checkpoint: Checkpoint, dtype: np.dtype[Any], progress: Progress) -> Copy:
-    """The same without a folder: dequantized into the memory that jax then uses."""
-    entries = _entries(checkpoint, dtype)
+def in_memory(checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress) -> Copy:
+    """The same without a folder: converted into the memory that jax then uses."""
+    entries = _entries(checkpoint, dtype, scheme)
     report = _reporter(entries, progress)
     arrays, done = {}, 0
     for entry in entries:
         room = np.empty(entry.nbytes + ALIGNMENT, np.uint8)
         first = -room.ctypes.data % ALIGNMENT
-        flat, at = room[first : first + entry.nbytes].view(dtype), 0
+        flat, at = room[first : first + entry.nbytes].view(entry.dtype), 0
         for block in cast_blocks(entry):
             flat[at : at + block.size] = block.reshape(-1)
             at += block.size
-            report(done + at * dtype.itemsize)
+            report(done + at * entry.dtype.itemsize)
         done += entry.nbytes
         arrays[entry.name] = jax.device_put(flat.reshape(entry.shape))
-    return _copy(checkpoint, arrays)
+    return _copy(checkpoint, arrays, scheme)
 
 
-def _copy(checkpoint: Checkpoint, arrays: Mapping[str, jax.Array]) -> Copy:
+def _copy(checkpoint: Checkpoint, arrays: Mapping[str, jax.Array], scheme: Scheme | None) -> Copy:
     tokenizer = open_tokenizer(checkpoint.vocabulary, checkpoint.where)
-    params = params_from_names(checkpoint.config, arrays)
+    params = _params(checkpoint.config, arrays, scheme)
     return Copy(checkpoint.config, tokenizer, params, checkpoint.generation)
 
 
@@ -162,8 +172,49 @@ def _config(fields: dict[str, Any]) -> TransformerConfig:
     )
 
 
-def _entries(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> list[Entry]:
-    return [Entry(p.name, dtype, p.shape, p.blocks, checkpoint.where) for p in checkpoint.params]
+def _stored_shapes(config: TransformerConfig, scheme: Scheme | None) -> dict[str, tuple[int, ...]]:
+    """The tensors of a copy: the parameters, and a scale for each quantized matrix."""
+    shapes = named_shapes(config)
+    matrices = {name: shape for name, shape in shapes.items() if scheme is not None and len(shape) == 2}
+    return shapes | {name + _SCALE: shape[:1] for name, shape in matrices.items()}
+
+
+def _params(config: TransformerConfig, arrays: Mapping[str, jax.Array], scheme: Scheme | None) -> Params:
+    leaves: dict[str, Any] = dict(arrays)
+    if scheme is not None:
+        for name in named_shapes(config):
+            if (scale := leaves.pop(name + _SCALE, None)) is not None:
+                leaves[name] = QTensor(leaves[name], scale, scheme)
+    return params_from_names(config, leaves)
+
+
+def _entries(checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | None) -> list[Entry]:
+    entries: list[Entry] = []
+    for param in checkpoint.params:
+        entry = Entry(param.name, dtype, param.shape, param.blocks, checkpoint.where)
+        entries += [entry] if scheme is None or len(param.shape) != 2 else _quantized(entry)
+    return entries
+
+
+def _quantized(entry: Entry) -> list[Entry]:
+    """The codes of a matrix, and its scale, which is known once the codes were asked for."""
+    scales: list[np.ndarray] = []
+    width = entry.shape[1]
+    rows = max(1, _PIECE // width)
+
+    def codes() -> Iterator[np.ndarray]:
+        scales.clear()
+        for block in cast_blocks(entry):
+            matrix = block.reshape(-1, width)
+            for first in range(0, len(matrix), rows):
+                piece, scale = codes_and_scale(matrix[first : first + rows], np)
+                scales.append(scale)
+                yield piece
+
+    return [
+        Entry(entry.name, np.dtype(np.int8), entry.shape, codes, entry.where),
+        Entry(entry.name + _SCALE, entry.dtype, entry.shape[:1], lambda: scales, entry.where),
+    ]
 
 
 def _reporter(entries: list[Entry], progress: Progress) -> Callable[[int], None]:

@@ -22,6 +22,7 @@ from jaxdecode.checkpoint.safetensors_file import Entry, write_safetensors
 from jaxdecode.checkpoint.source import named_shapes
 from jaxdecode.checks import require
 from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.quant import QTensor
 
 if TYPE_CHECKING:
     from jaxdecode.checkpoint import Loaded
@@ -43,8 +44,8 @@ def save(
     It loads back bit for bit, without a converted copy, and transformers reads it: config.json, generation_config.json,
     tokenizer.json, tokenizer_config.json with the chat template, and the weights in their own dtype, in one
     model.safetensors, or in several and an index if ``max_shard_bytes`` is less than they have. The directory appears
-    when it is complete, or not at all. ValueError: another kind of model or params, rotary divisors that config.json
-    cannot state; FileExistsError: a directory that is not empty.
+    when it is complete, or not at all. ValueError: another kind of model or params, quantized ones, rotary divisors
+    that config.json cannot state; FileExistsError: a directory that is not empty.
     """
     folder = Path(directory).expanduser()
     _check_free(folder)
@@ -53,6 +54,9 @@ def save(
         raise ValueError(f"save: expected a model of the llama family, got {type(config).__name__}")
     shard = max_shard_bytes is None or (isinstance(max_shard_bytes, int) and max_shard_bytes > 0)
     require(shard, "save: max_shard_bytes", "a positive number, or None", max_shard_bytes)
+    leaves = jax.tree.leaves(loaded.params, is_leaf=lambda x: isinstance(x, QTensor))
+    quantized = any(isinstance(leaf, QTensor) for leaf in leaves)
+    require(not quantized, "save: params", "arrays, as `load` without quantize= gives", "quantized ones")
     groups = _groups(loaded.params, config)
     dtype = groups[0][0].dtype.name
     ids: Any = {"bos_token_id": loaded.tokenizer.bos_id, "eos_token_id": list(loaded.tokenizer.eos_ids) or None}

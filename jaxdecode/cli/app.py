@@ -36,6 +36,11 @@ MinP = Annotated[
 Seed = Annotated[int, typer.Option(metavar="N", help="The same seed writes the same text.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="The most tokens to write.")]
 Dtype = Annotated[DtypeName, typer.Option(help="Type of the weights.")]
+SchemeName = Literal["int8", "int8_weights"]
+Quantize = Annotated[
+    SchemeName | None,
+    typer.Option(help="Weights as int8: int8 rounds the activations too, int8_weights leaves them as they are."),
+]
 NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")
 ]
@@ -108,6 +113,7 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
     stream: Annotated[bool, typer.Option(help="Print while writing, or all at the end.")] = True,
     dtype: Dtype = "float32",
+    quantize: Quantize = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Continue a text, or answer it (--chat).
@@ -121,6 +127,7 @@ def generate(
     request = Request(
         model=model,
         dtype=dtype,
+        quantize=quantize,
         chat=chat,
         system=system,
         seed=seed,
@@ -167,6 +174,7 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message in front.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each line read.")] = False,
     dtype: Dtype = "float32",
+    quantize: Quantize = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Talk with a model, turn by turn.
@@ -185,7 +193,8 @@ def chat(
         "seed": seed,
         **more,
     }
-    code = run(model, dtype=dtype, system=system, numbers=numbers, json=json, compile_cache=not no_compile_cache)
+    how: Any = {"dtype": dtype, "quantize": quantize, "compile_cache": not no_compile_cache}
+    code = run(model, system=system, numbers=numbers, json=json, **how)
     raise typer.Exit(code)
 
 
@@ -198,6 +207,7 @@ def chat(
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)],
     dtype: Dtype = "float32",
+    quantize: Quantize = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:
     """Tell what a model is made of and what it costs.
@@ -207,7 +217,7 @@ def inspect(
     """
     from jaxdecode.cli.inspection import run
 
-    raise typer.Exit(run(model, dtype=dtype, json=json))
+    raise typer.Exit(run(model, dtype=dtype, quantize=quantize, json=json))
 
 
 @app.command(
@@ -224,7 +234,7 @@ def bench(
     batch_sizes: Annotated[str, typer.Option(metavar="B,...", help="Rows decoded together.")] = "1,8",
     prompt_lengths: Annotated[str, typer.Option(metavar="S,...", help="Tokens of every prompt.")] = "16",
     new_tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens written by every row, at least 2.")] = "64",
-    modes: Annotated[str, typer.Option(metavar="MODE,...", help="Of: greedy, top_p, int8.")] = "greedy",
+    modes: Annotated[str, typer.Option(metavar="MODE,...", help="Of: greedy, top_p, int8, int8_weights.")] = "greedy",
     cache_len: Annotated[
         int | None, typer.Option(metavar="T", min=1, help="Slots a row in the cache; enough if not given.")
     ] = None,
@@ -233,6 +243,7 @@ def bench(
         bool, typer.Option("--floor", help="Time the same products alone by NumPy too (float32 weights).")
     ] = False,
     dtype: Dtype = "float32",
+    quantize: Quantize = None,
     compile_cache: Annotated[
         bool, typer.Option("--compile-cache", help="Take compiled programs from the cache; else each is compiled.")
     ] = False,
@@ -256,6 +267,7 @@ def bench(
         runs=runs,
         floor=floor,
         dtype=dtype,
+        quantize=quantize,
         compile_cache=compile_cache,
         json=json,
     )

@@ -17,6 +17,7 @@ from jaxdecode.cli.terminal import BadInput, Progress, bad_input, styled, table
 if TYPE_CHECKING:
     from jaxdecode.benchmark import Case
     from jaxdecode.checkpoint import Loaded
+    from jaxdecode.quant import Scheme
 
 __all__ = ["Asked", "run"]
 
@@ -35,6 +36,7 @@ class Asked(NamedTuple):
     runs: int
     floor: bool
     dtype: str
+    quantize: Scheme | None
     compile_cache: bool
     json: bool
 
@@ -62,8 +64,9 @@ def run(asked: Asked) -> int:
         raise typer.TyperException(str(error)) from error
     finally:
         progress.stop()
-    about = {"format": FORMAT, "version": VERSION, "model": asked.model, "dtype": asked.dtype, "threads": _threads()}
-    told = {**about, "runs": asked.runs, "versions": versions(), **found}
+    about = {"format": FORMAT, "version": VERSION, "model": asked.model, "dtype": asked.dtype}
+    how = {"quantize": asked.quantize, "threads": _threads(), "runs": asked.runs, "versions": versions()}
+    told = {**about, **how, **found}
     typer.echo(json_text.dumps(told, ensure_ascii=False) if asked.json else as_text(told), nl=asked.json)
     return 0
 
@@ -90,11 +93,11 @@ def _numbers(option: str, text: str) -> list[int]:
         raise BadInput(f"{option}: expected whole numbers with commas between, got {text!r}") from None
 
 
-def _load(asked: Asked, scheme: str | None, progress: Progress) -> Loaded:
+def _load(asked: Asked, scheme: Scheme | None, progress: Progress) -> Loaded:
+    """The model as a mode wants it; a mode that says nothing of the weights has those of ``--quantize``."""
     import jaxdecode
 
-    options: dict[str, Any] = {} if scheme is None else {"quantize": scheme}
-    return jaxdecode.load(asked.model, dtype=asked.dtype, progress=progress, **options)
+    return jaxdecode.load(asked.model, dtype=asked.dtype, quantize=scheme or asked.quantize, progress=progress)
 
 
 def _threads() -> int:
@@ -117,7 +120,7 @@ def as_text(told: dict[str, Any]) -> str:
     parts += [f"{v['device']}, {told['threads']} threads, jax {v['jax']}, Python {v['python']}"]
     if told["base_bytes"] is not None:
         parts += [f"; memory before the model {in_bytes(told['base_bytes'])}"]
-    return "".join([styled(f"{told['model']} in {told['dtype']}", "bold"), "\n\n", *parts, "\n"])
+    return "".join([styled(f"{told['model']} in {told['quantize'] or told['dtype']}", "bold"), "\n\n", *parts, "\n"])
 
 
 def _cells(row: dict[str, Any], by_numpy: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -10,10 +10,22 @@ from jaxdecode.cli import constraining
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.terminal import Progress, bad_input, styled
 
+if TYPE_CHECKING:
+    from jaxdecode.quant import Scheme
+
 __all__ = ["run"]
 
 
-def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], json: bool, compile_cache: bool) -> int:
+def run(
+    model: str,
+    *,
+    dtype: str,
+    quantize: Scheme | None,
+    system: str | None,
+    numbers: dict[str, Any],
+    json: bool,
+    compile_cache: bool,
+) -> int:
     """Talk until the input ends; ``numbers``: those of ``conversation.NUMBERS``, and others given. The exit code."""
     progress = Progress()
     try:
@@ -32,7 +44,7 @@ def run(model: str, *, dtype: str, system: str | None, numbers: dict[str, Any], 
         with bad_input():
             check_numbers(numbers)
             sources = constraining.read(given)
-            loaded = jaxdecode.load(model, dtype=dtype, progress=progress)
+            loaded = jaxdecode.load(model, dtype=dtype, quantize=quantize, progress=progress)
             constraint = constraining.compiled(loaded, sources, progress)
             loaded.tokenizer.chat([{"role": "user", "content": "?"}])  # no template: better told now
     finally:

@@ -13,6 +13,7 @@ from jaxdecode.cli.terminal import table, visible
 if TYPE_CHECKING:
     from jaxdecode.base import Generated
     from jaxdecode.cli.writing import RowText
+    from jaxdecode.quant import Scheme
     from jaxdecode.text.tokenizer import Tokenizer
 
 __all__ = ["CANCELLED", "FAILURES", "Request", "Written", "choice", "log_probabilities", "numbers", "token_text"]
@@ -34,6 +35,7 @@ class Request(NamedTuple):
 
     model: str
     dtype: str
+    quantize: Scheme | None
     chat: bool
     system: str | None
     seed: int

@@ -16,6 +16,7 @@ from jaxdecode.cli.terminal import Progress, bad_input, styled, table, visible
 
 if TYPE_CHECKING:
     from jaxdecode.models.transformer import TransformerConfig
+    from jaxdecode.quant import Scheme
 
 __all__ = ["describe", "free_bytes", "run"]
 
@@ -23,13 +24,13 @@ POSITIONS = (1, 128, 1024, 8192)  # where multiplications are counted, as far as
 LOGITS_COPIES = 8  # arrays [V] in float32 that a step holds per row; compiled steps were measured at 6.3 to 7.3
 
 
-def run(model: str, *, dtype: str, json: bool) -> int:
+def run(model: str, *, dtype: str, quantize: Scheme | None, json: bool) -> int:
     """Describe ``model``; only the head of its files is read, no weight. Returns the exit code."""
     progress = Progress()
     try:
         progress("reading")
         with bad_input():
-            found = describe(model, dtype, progress)
+            found = describe(model, dtype, quantize, progress)
     finally:
         progress.stop()
     if json:
@@ -39,24 +40,24 @@ def run(model: str, *, dtype: str, json: bool) -> int:
     return 0
 
 
-def describe(source: str, dtype: str, progress: Callable[..., None]) -> dict[str, Any]:
+def describe(source: str, dtype: str, scheme: Scheme | None, progress: Callable[..., None]) -> dict[str, Any]:
     """Everything the command tells, as JSON. ValueError, OSError, ImportError: no such model, or a damaged one."""
     from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
 
     if source == TOY:
-        return _describe_toy(dtype)
+        return _describe_toy(dtype, scheme)
     place = find(source, progress)
     checkpoint = place.read(place.path)
     config = checkpoint.config
     size = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-    params = [_param(p.name, p.shape, dtype, size) for p in checkpoint.params]
+    params = [_param(p.name, p.shape, dtype, size, scheme) for p in checkpoint.params]
     files = [{"file": path.name, "bytes": path.stat().st_size} for path in place.files]
     return {
         "model": source,
         "files": files,
         "config": dataclasses.asdict(config),
-        **_totals(params, dtype),
+        **_totals(params, dtype, scheme),
         "cache_bytes_per_token": _cache_bytes(config, 1, dtype),
         "multiplications_per_token": _multiplications(config),
         "memory": _memory(config, sum(p["bytes"] for p in params), dtype),
@@ -64,16 +65,16 @@ def describe(source: str, dtype: str, progress: Callable[..., None]) -> dict[str
     }
 
 
-def _describe_toy(dtype: str) -> dict[str, Any]:
+def _describe_toy(dtype: str, scheme: Scheme | None) -> dict[str, Any]:
     import jaxdecode
 
-    loaded = jaxdecode.load("toy", dtype=dtype)
-    table_of_logits = _param("table", loaded.params.shape, dtype, loaded.params.dtype.itemsize)
+    loaded = jaxdecode.load("toy", dtype=dtype, quantize=scheme)
+    table_of_logits = _param("table", loaded.params.shape, dtype, loaded.params.dtype.itemsize, None)
     return {
         "model": "toy",
         "files": [],
         "config": dataclasses.asdict(loaded.config),
-        **_totals([table_of_logits], dtype),
+        **_totals([table_of_logits], dtype, None),
         "cache_bytes_per_token": 0,  # its cache is the last token
         "multiplications_per_token": [],
         "memory": None,
@@ -81,13 +82,17 @@ def _describe_toy(dtype: str) -> dict[str, Any]:
     }
 
 
-def _param(name: str, shape: tuple[int, ...], dtype: str, size: int) -> dict[str, Any]:
+def _param(name: str, shape: tuple[int, ...], dtype: str, size: int, scheme: Scheme | None) -> dict[str, Any]:
+    """One parameter; a matrix that is quantized has a byte for each number, and a scale for each row."""
+    if scheme is not None and len(shape) == 2:
+        return {"name": name, "shape": list(shape), "dtype": scheme, "bytes": math.prod(shape) + shape[0] * size}
     return {"name": name, "shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * size}
 
 
-def _totals(params: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
+def _totals(params: list[dict[str, Any]], dtype: str, scheme: Scheme | None) -> dict[str, Any]:
     count = sum(math.prod(p["shape"]) for p in params)
-    return {"dtype": dtype, "parameters": count, "parameter_bytes": sum(p["bytes"] for p in params)}
+    about = {"dtype": dtype, "quantize": scheme}
+    return {**about, "parameters": count, "parameter_bytes": sum(p["bytes"] for p in params)}
 
 
 def _cache_bytes(config: TransformerConfig, tokens: int, dtype: str) -> int:
@@ -156,7 +161,8 @@ def as_text(found: dict[str, Any]) -> str:
     parts += ["\n", table(("config", "value"), rows, left=(0, 1))]
     shapes = [(p["name"], str(p["shape"]), p["dtype"], in_bytes(p["bytes"])) for p in _folded(found["parameter_table"])]
     parts += ["\n", table(("parameter", "shape", "dtype", "bytes"), shapes, left=(0, 1, 2))]
-    total = f"{found['parameters']:,} parameters, {in_bytes(found['parameter_bytes'])} in {found['dtype']}"
+    kind = found["quantize"] or found["dtype"]
+    total = f"{found['parameters']:,} parameters, {in_bytes(found['parameter_bytes'])} in {kind}"
     parts += [f"{total}\n\n", f"cache: {found['cache_bytes_per_token']:,} bytes per token\n"]
     if found["multiplications_per_token"]:
         counts = [[f"{n:,}" for n in row.values()] for row in found["multiplications_per_token"]]

@@ -42,7 +42,7 @@ def recorded(
         "format": FORMAT,
         "version": VERSION,
         "versions": versions(),
-        "model": {"source": request.model, "dtype": request.dtype, "files": files},
+        "model": {"source": request.model, "dtype": request.dtype, "quantize": request.quantize, "files": files},
         "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
         "settings": {**request.settings, **samples, **ends, **request.constraints},
         "seed": request.seed,

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxdecode.base import Params
 from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.quant import QTensor
 
 __all__ = ["StepCounts", "cache_bytes", "layer_multiplications", "param_bytes", "param_count", "step_counts"]
 
@@ -27,8 +28,9 @@ def layer_multiplications(config: TransformerConfig, t: int) -> int:
 
 
 def param_count(params: Params) -> int:
-    """Numbers in all leaves."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))
+    """Numbers in all leaves; the scale of a quantized one is none."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QTensor))
+    return sum(int(np.prod(leaf.shape)) for leaf in leaves)
 
 
 def param_bytes(params: Params) -> int:
