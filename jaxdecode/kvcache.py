@@ -30,6 +30,7 @@ __all__ = [
     "advance",
     "attend",
     "create",
+    "one_layer",
     "only_nodes",
     "plan",
     "share",
@@ -305,6 +306,12 @@ def attend(q: jax.Array, layer: Layer, cache: KVCache, index: int, plan: Plan) -
         part = _merge(part, _attend_shared(flat, segment, index, reach))
     out = part.out / part.total[..., None]
     return out.astype(q.dtype).reshape(q.shape)
+
+
+def one_layer(cache: KVCache, index: int) -> KVCache:
+    """Layer ``index`` of a cache alone, shared parts included."""
+    shared = (dataclasses.replace(s, layers=s.layers[index : index + 1]) for s in cache.shared)
+    return KVCache(cache.layers[index : index + 1], cache.length, tuple(shared))
 
 
 def _is_cache(x: Any) -> bool:

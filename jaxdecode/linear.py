@@ -73,8 +73,9 @@ def _one_row(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
     """The integer product with x[K,1] as XLA:CPU before 0.10.2 makes it at the speed of memory.
 
     There a converted weight is read by the product itself, unless the conversion is hoisted out of the decode loop: the
-    barrier keeps it in. The rounding of x would be drawn into the product too, once for every output: a division by
-    ones that XLA cannot know, and holds to be dear, keeps it out. Where every sum of products of bytes fits a float, floats are exact.
+    barrier keeps it in, and reshapes of x out. The rounding of x would be drawn into the product too, once for every
+    output: a division by ones that XLA cannot know, and holds to be dear, keeps it out. Where every sum of products of
+    bytes fits a float, floats are exact.
     """
     wide = jnp.float32 if x.shape[0] * 127 * 127 < 2**24 else jnp.int32
     codes, x = lax.optimization_barrier((codes, x))

@@ -138,8 +138,7 @@ def _attention(
     config: TransformerConfig,
     params: Params,
     x: jax.Array,
-    cache: kvcache.KVCache,
-    index: int,
+    past: kvcache.KVCache,
     plan: kvcache.Plan,
     angles: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, kvcache.Layer]:
@@ -149,8 +148,8 @@ def _attention(
     qk = _rotate(qkv[: heads + kv], *angles)
     q = qk[:heads].reshape(kv, heads // kv, h, batch, size).transpose(3, 0, 1, 4, 2)
     new = jnp.stack([qk[heads:], qkv[heads + kv :]]).reshape(2, kv, h, batch, size).transpose(0, 3, 4, 1, 2)
-    layer = kvcache.write(cache.layers[index], new[0], new[1], plan)
-    out = kvcache.attend(q, layer, cache, index, plan)
+    layer = kvcache.write(past.layers[0], new[0], new[1], plan)
+    out = kvcache.attend(q, layer, past, 0, plan)
     out = out.transpose(1, 2, 4, 0, 3).reshape(heads * h, batch * size)
     return linear.matmul(params["out"], out), layer
 
@@ -158,6 +157,21 @@ def _attention(
 def _mlp(params: Params, x: jax.Array) -> jax.Array:
     gate, up = jnp.split(linear.matmul(params["gate_up"], x), 2, axis=0)
     return linear.matmul(params["down"], jax.nn.silu(gate) * up)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _layer(
+    config: TransformerConfig,
+    params: Params,
+    x: jax.Array,
+    past: kvcache.KVCache,
+    plan: kvcache.Plan,
+    angles: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, kvcache.Layer]:
+    """One layer over the cache of that layer; jitted, so that all layers are traced and lowered once."""
+    out, layer = _attention(config, params, _norm(x, params["attn_norm"], config.norm_eps), past, plan, angles)
+    x = x + out
+    return x + _mlp(params, _norm(x, params["mlp_norm"], config.norm_eps)), layer
 
 
 def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array | None, batch: int) -> jax.Array:
@@ -199,11 +213,8 @@ def transformer(config: TransformerConfig) -> Model:
         angles = _angles(config, plan.position, x.dtype)
         layers = []
         for i, layer in enumerate(params["layers"]):
-            normed = _norm(x, layer["attn_norm"], config.norm_eps)
-            out, new = _attention(config, layer, normed, cache, i, plan, angles)
+            x, new = _layer(config, layer, x, kvcache.one_layer(cache, i), plan, angles)
             layers.append(new)
-            x = x + out
-            x = x + _mlp(layer, _norm(x, layer["mlp_norm"], config.norm_eps))
         logits = _head(config, params, x, logits_at, batch)
         return logits, kvcache.advance(cache, layers, plan)
 
