@@ -159,7 +159,6 @@ def _mlp(params: Params, x: jax.Array) -> jax.Array:
     return linear.matmul(params["down"], jax.nn.silu(gate) * up)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _layer(
     config: TransformerConfig,
     params: Params,
@@ -168,10 +167,16 @@ def _layer(
     plan: kvcache.Plan,
     angles: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, kvcache.Layer]:
-    """One layer over the cache of that layer; jitted, so that all layers are traced and lowered once."""
+    """One layer over the cache of that layer."""
     out, layer = _attention(config, params, _norm(x, params["attn_norm"], config.norm_eps), past, plan, angles)
     x = x + out
     return x + _mlp(params, _norm(x, params["mlp_norm"], config.norm_eps)), layer
+
+
+# Traced once for all layers, and lowered once where the program may call it: XLA:CPU of jax 0.10.1 has no product of
+# narrow floats in a called function.
+_one_of_many = jax.jit(_layer, static_argnums=0)
+_one_inlined = jax.jit(_layer, static_argnums=0, inline=True)
 
 
 def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array | None, batch: int) -> jax.Array:
@@ -211,9 +216,9 @@ def transformer(config: TransformerConfig) -> Model:
         plan = kvcache.plan(cache, size, lengths)
         x = linear.embed(params["embed"], tokens.reshape(-1))
         angles = _angles(config, plan.position, x.dtype)
-        layers = []
+        layers, one = [], _one_inlined if x.dtype.itemsize < 4 else _one_of_many
         for i, layer in enumerate(params["layers"]):
-            x, new = _layer(config, layer, x, kvcache.one_layer(cache, i), plan, angles)
+            x, new = one(config, layer, x, kvcache.one_layer(cache, i), plan, angles)
             layers.append(new)
         logits = _head(config, params, x, logits_at, batch)
         return logits, kvcache.advance(cache, layers, plan)
