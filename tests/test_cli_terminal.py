@@ -45,7 +45,7 @@ class Screen:
         self.end, self.shown = end, ""
 
     def until(self, text: str, press: str = "") -> str:
-        """``press`` is typed every two seconds: readline may leave a Ctrl-C that comes while it draws to the next key."""
+        """``press`` is typed every two seconds: readline may leave a Ctrl-C for the next key."""
         deadline, again = time.monotonic() + 300, time.monotonic()
         while text not in self.shown:
             assert time.monotonic() < deadline, self.shown
