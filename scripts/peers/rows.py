@@ -1,4 +1,4 @@
-"""The rows of the table: what is compared, the bar and the aim. A figure is named participant, work and field with slashes between."""
+"""The rows of the table: what is compared, the bar and the aim. A figure is named by participant, work and field."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["ROWS", "Figures", "Row", "Verdict", "chosen", "judge", "runs_of"]
 
-# "participant", "work" and "field" -> its values, one a round; or why there are none
+# the name of a figure -> its values, one a round; or why there are none
 Figures = dict[str, list[float] | str]
 
 
