@@ -275,3 +275,18 @@ def test_share_refuses_to_lose_tokens() -> None:
     assert kvcache.share(cache, 4, 3).shared[0].visible.tolist() == [3, 2]
     with pytest.raises(ValueError, match="share: expected tails of at most size = 2 tokens, got 3"):
         kvcache.share(cache, 4, 2)
+
+
+def test_how_far_another_row_is_does_not_change_a_bit() -> None:
+    """Row 0 beside a neighbour in the first block, and beside one whose tokens fill two more blocks."""
+    rng = np.random.default_rng(11)
+    q, k, v = draw(rng, 2, 300)
+    new = draw(rng, 2, 1)
+    seen = []
+    for other in (7, 300):
+        cache, _ = empty(2, 400)
+        _, cache = call(cache, q, k, v, np.array([90, other], np.int32))
+        out, _ = call(cache, *new, np.array([1, 1], np.int32))
+        seen.append(np.asarray(out))
+    assert np.array_equal(seen[0][:, 0], seen[1][:, 0])
+    assert not np.array_equal(seen[0][:, 1], seen[1][:, 1])
