@@ -24,6 +24,7 @@ __all__ = [
     "Decoder",
     "Finish",
     "Generated",
+    "Grouped",
     "Model",
     "Params",
     "Prompt",
@@ -105,7 +106,8 @@ class Rules:
 
     transform: the processing chain. greedy[B]: the row takes the arg max and skips filters. eos[B,E]: end ids, padded
     with -1. limit[B]: most new tokens; a negative limit marks a row whose traced settings were out of range.
-    stop[B,n,L]: stop sequences, aligned right and padded with -1 on the left (all -1: unused).
+    stop[B,n,L]: stop sequences, aligned right and padded with -1 on the left (all -1: unused). length_power[B,N+1]: for
+    beams, what the log probability of each output length is divided by (None: 1).
     """
 
     transform: LogitsTransform
@@ -113,6 +115,7 @@ class Rules:
     eos: jax.Array
     limit: jax.Array
     stop: jax.Array
+    length_power: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +129,10 @@ class Generated:
     Past ``length`` log probabilities are 0 and margins +inf. top_ids[B,N,n], top_logprobs[B,N,n]: the n likeliest ids
     of the raw law at every step, if asked for. log_weight[B]: under a constraint, the log of a sampled row's importance
     weight. With several samples per prompt every field has an axis K after B.
+
+    Beams are several too, best first: score[B,K], of which the first ``count[B]`` exist. certified[B]: the first is
+    proven to be a best sequence there is, and certificate_gap[B] by how much (S2.8; NaN: nothing is known).
+    gumbel[B,K]: of samples without replacement, the perturbed log probability they are in the order of.
     """
 
     tokens: jax.Array
@@ -138,9 +145,17 @@ class Generated:
     top_ids: jax.Array | None = None
     top_logprobs: jax.Array | None = None
     log_weight: jax.Array | None = None
+    score: jax.Array | None = None
+    count: jax.Array | None = None
+    certified: jax.Array | None = None
+    certificate_gap: jax.Array | None = None
+    gumbel: jax.Array | None = None
 
     def to_lists(self) -> list[Any]:
-        """Output ids of every row, the end token included; a list of K such lists per prompt if there is an axis K."""
+        """Output ids of every row, the end token included; a list of such lists per prompt if there is an axis K.
+
+        Beams that do not exist are left out.
+        """
         tokens, length = np.asarray(self.tokens), np.asarray(self.length)
         rows = [
             row[:n].tolist()
@@ -149,7 +164,8 @@ class Generated:
         if tokens.ndim == 2:
             return rows
         k = tokens.shape[1]
-        return [rows[i : i + k] for i in range(0, len(rows), k)]
+        count = np.full(len(tokens), k) if self.count is None else np.asarray(self.count)
+        return [rows[i * k : i * k + n] for i, n in enumerate(count.tolist())]
 
 
 @runtime_checkable
@@ -178,6 +194,27 @@ class Shared:
 
     def put_rows(self, rows: jax.Array, new: Shared) -> Shared:
         return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """A pytree with ``size`` rows, side by side, for every row: row operations move them together."""
+
+    value: Any
+    size: int = dataclasses.field(metadata={"static": True})
+
+    def _members(self, rows: jax.Array) -> jax.Array:
+        return (rows[:, None] * self.size + jnp.arange(self.size, dtype=rows.dtype)[None]).reshape(-1)
+
+    def take_rows(self, rows: jax.Array) -> Grouped:
+        return Grouped(take_rows(self.value, self._members(jnp.asarray(rows))), self.size)
+
+    def repeat_rows(self, n: int) -> Grouped:
+        raise ValueError("repeat_rows: expected rows that are not beams, got a group of them")
+
+    def put_rows(self, rows: jax.Array, new: Grouped) -> Grouped:
+        return Grouped(put_rows(self.value, self._members(jnp.asarray(rows)), new.value), self.size)
 
 
 def _is_node(x: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,9 @@ import numpy as np
 
 from jaxdecode import checks, kvcache
 from jaxdecode.base import Cache, Finish, Model, Params, Prompt, Rules
+from jaxdecode.transforms import Context
 
-__all__ = ["check_prompt", "check_rules", "forward", "logits_spec", "prefill", "room", "settled"]
+__all__ = ["Begun", "begin", "check_prompt", "check_rules", "forward", "logits_spec", "prefill", "room", "settled"]
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds its memory, and costs nothing on the machines measured
 
@@ -79,6 +82,46 @@ def settled(valid: jax.Array, limit: jax.Array) -> jax.Array:
     """The finish code of each row before its first token."""
     started = jnp.where(limit > 0, Finish.RUNNING, Finish.LENGTH)
     return jnp.where(valid, started, Finish.INVALID).astype(jnp.int32)
+
+
+class Begun(NamedTuple):
+    """Checked and prefilled: the cache, what transforms see, rules whose limits fit the cache, finish[B], logits."""
+
+    cache: Cache
+    context: Context
+    rules: Rules
+    finish: jax.Array
+    spec: jax.ShapeDtypeStruct
+
+
+def begin(
+    model: Model,
+    params: Params,
+    keys: jax.Array,
+    prompt: Prompt,
+    rules: Rules,
+    max_new_tokens: int,
+    cache: Cache | None,
+) -> Begun:
+    """Check everything that is known now, then prefill all but each row's last prompt token."""
+    shape = np.shape(prompt.tokens)
+    checks.require(len(shape) == 2 and shape[1] >= 1, "prompt.tokens", "shape [B, S], S >= 1", shape)
+    batch, size = shape
+    prompt = Prompt(prompt.tokens.astype(jnp.int32), *(x.astype(jnp.int32) for x in prompt[1:]))
+    rows = check_rules(rules, batch, max_new_tokens)
+    if cache is None:
+        cache = model.init_cache(params, batch, size + max_new_tokens)
+    spec = logits_spec(model, params, cache)
+    rows &= check_prompt(prompt, keys, spec.shape[-1])
+    held = room(cache)
+    if held is not None:  # a full buffer ends a row like a limit does
+        limit = jnp.where(rows, jnp.clip(rules.limit, 0, held - prompt.length), rules.limit)
+        rules = dataclasses.replace(rules, limit=limit)
+    finish = settled(rows, rules.limit)
+    tokens = jnp.pad(prompt.tokens, ((0, 0), (0, max_new_tokens)))
+    context = Context(tokens, prompt.length, prompt.length, rules.limit, keys)
+    cache = prefill(model, params, cache, prompt, finish == Finish.RUNNING)
+    return Begun(cache, context, rules, finish, spec)
 
 
 def prefill(model: Model, params: Params, cache: Cache, prompt: Prompt, active: jax.Array) -> Cache:

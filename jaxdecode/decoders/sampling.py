@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxdecode import checks, transforms
@@ -74,42 +73,28 @@ def _init(
     cache: Cache | None = None,
 ) -> SamplingState:
     """Check everything that is known now, then prefill all but each row's last prompt token."""
-    shape = np.shape(prompt.tokens)
-    checks.require(len(shape) == 2 and shape[1] >= 1, "prompt.tokens", "shape [B, S], S >= 1", shape)
-    batch, size = shape
-    prompt = Prompt(prompt.tokens.astype(jnp.int32), *(x.astype(jnp.int32) for x in prompt[1:]))
-    rows = common.check_rules(rules, batch, max_new_tokens)
-    if cache is None:
-        cache = model.init_cache(params, batch, size + max_new_tokens)
-    spec = common.logits_spec(model, params, cache)
-    rows &= common.check_prompt(prompt, keys, spec.shape[-1])
-    held = common.room(cache)
-    if held is not None:  # a full buffer ends a row like a limit does
-        rules = dataclasses.replace(
-            rules, limit=jnp.where(rows, jnp.clip(rules.limit, 0, held - prompt.length), rules.limit)
-        )
-    checks.require(0 <= top <= spec.shape[-1], "top_logprobs", f"in [0, {spec.shape[-1]}]", top)
-    finish = common.settled(rows, rules.limit)
-    tokens = jnp.pad(prompt.tokens, ((0, 0), (0, max_new_tokens)))
-    zeros = jnp.zeros((batch, max_new_tokens), spec.dtype)
+    begun = common.begin(model, params, keys, prompt, rules, max_new_tokens, cache)
+    ctx, dtype, vocab_size = begun.context, begun.spec.dtype, begun.spec.shape[-1]
+    checks.require(0 <= top <= vocab_size, "top_logprobs", f"in [0, {vocab_size}]", top)
+    batch = len(ctx.start)
+    zeros = jnp.zeros((batch, max_new_tokens), dtype)
     infinite = jnp.full_like(zeros, jnp.inf)
-    ctx = Context(tokens, prompt.length, prompt.length, rules.limit, keys)
     return SamplingState(
-        cache=common.prefill(model, params, cache, prompt, finish == Finish.RUNNING),
-        tokens=tokens,
-        start=prompt.length,
-        length=prompt.length,
-        finish=finish,
+        cache=begun.cache,
+        tokens=ctx.tokens,
+        start=ctx.start,
+        length=ctx.length,
+        finish=begun.finish,
         keys=keys,
-        rules=rules,
+        rules=begun.rules,
         states=transforms.init(rules.transform, ctx),
         logprob=zeros,
         processed_logprob=zeros,
         margin=infinite,
         set_margin=infinite,
         top_ids=jnp.full((batch, max_new_tokens, top), -1, jnp.int32) if top else None,
-        top_logprobs=jnp.zeros((batch, max_new_tokens, top), spec.dtype) if top else None,
-        log_weight=jnp.zeros((batch,), spec.dtype) if weigh else None,
+        top_logprobs=jnp.zeros((batch, max_new_tokens, top), dtype) if top else None,
+        log_weight=jnp.zeros((batch,), dtype) if weigh else None,
     )
 
 

@@ -9,6 +9,7 @@ from jaxdecode.transforms.core import Context, LogitsTransform, Processed, advan
 from jaxdecode.transforms.cutoffs import epsilon, eta, p_less, top_n_sigma, typical_p
 from jaxdecode.transforms.filters import min_p, temperature, top_k, top_p
 from jaxdecode.transforms.penalties import dry, frequency_penalty, logit_bias, presence_penalty, repetition_penalty
+from jaxdecode.transforms.ranking import largest
 from jaxdecode.transforms.select import draw, first_max
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "forced",
     "frequency_penalty",
     "init",
+    "largest",
     "logit_bias",
     "min_new_tokens",
     "min_p",
