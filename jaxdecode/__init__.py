@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         take_rows,
     )
     from jaxdecode.checkpoint import Loaded, load, save
-    from jaxdecode.decoders import greedy, sample
+    from jaxdecode.decoders import beam, greedy, sample
     from jaxdecode.generation import generate
     from jaxdecode.loop import run, run_until_done, stream
     from jaxdecode.quant import QTensor, dequantize, quantize
@@ -77,6 +77,7 @@ __all__ = [
     "allowed_ids",
     "bad_words",
     "banned_ids",
+    "beam",
     "chain",
     "constraints",
     "dequantize",
@@ -119,7 +120,7 @@ __all__ = [
 _HOME = {
     "base": "Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows",
     "checkpoint": "Loaded load save",
-    "decoders": "greedy sample",
+    "decoders": "beam greedy sample",
     "generation": "generate",
     "loop": "run run_until_done stream",
     "quant": "QTensor dequantize quantize",

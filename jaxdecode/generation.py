@@ -14,7 +14,7 @@ import numpy as np
 from jaxdecode import checks, kvcache
 from jaxdecode import keys as keys_
 from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, repeat_rows
-from jaxdecode.decoders import common, sample
+from jaxdecode.decoders import beam, common, sample
 from jaxdecode.loop import run_until_done
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import LogitsTransform
@@ -168,17 +168,27 @@ def _prepare(
     rules = settings.rules(batch, vocab_size, transform=transform)
     if key is None:
         cold = checks.is_concrete(rules.greedy) and bool(np.all(rules.greedy))
+        cold |= settings.beams is not None
         checks.require(cold, "key", "a jax.random.key, since some row samples (temperature above 0)", "None")
         key = jax.random.key(0)
     top = settings.top_logprobs
     checks.require(top <= vocab_size, "top_logprobs", f"in [0, {vocab_size}]", top)
     if decoder is None:
-        decoder = sample(model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
+        decoder = _decoder(model, settings)
     else:
         checks.require(top == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", top)
+        checks.require(settings.width is None, "beams, without_replacement", "neither beside a decoder", settings.width)
     cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)
     keys = keys_.row_keys(key, batch, row_ids)
-    return _Plan(decoder, model, settings.size, settings.num_samples, cache_len), params, keys, prompt, rules
+    samples = settings.num_samples if settings.width is None else 1  # beams of a row are no rows
+    return _Plan(decoder, model, settings.size, samples, cache_len), params, keys, prompt, rules
+
+
+def _decoder(model: Model, settings: Settings) -> Decoder:
+    """The strategy that the static settings ask for."""
+    if settings.width is not None:
+        return beam(model, width=settings.width, sampled=settings.without_replacement)
+    return sample(model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
 
 
 def _vocab_size(model: Model, params: Params) -> int:

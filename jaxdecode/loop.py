@@ -43,6 +43,8 @@ def stream(decoder: Decoder, params: Params, state: Any) -> Iterator[StepInfo]:
     The step is compiled once per decoder and shape, and updates its own copy of the state in place.
     """
     checks.require(checks.is_concrete(state.finish), "stream", "a concrete state, outside jit", type(state.finish))
+    info = _step.eval_shape(decoder, params, state)[1]
+    checks.require(info.tokens.shape[1] > 0, "stream", "a decoder whose steps yield tokens", "beams")
     state = jax.tree.map(jnp.copy, state)
     while bool(jnp.any(state.finish == Finish.RUNNING)):
         state, info = _step(decoder, params, state)

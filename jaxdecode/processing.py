@@ -21,7 +21,7 @@ from jaxdecode.transforms import LogitsTransform, id_lists
 if TYPE_CHECKING:
     from jaxdecode.rulebook import Settings
 
-__all__ = ["build", "check_mirostat", "check_numbers"]
+__all__ = ["build", "check_mirostat", "check_numbers", "split_filters"]
 
 Parts = dict[str, LogitsTransform]
 
@@ -162,17 +162,26 @@ def build(
     return parts | _given(settings, FILTERS), greedy
 
 
+def _on(name: str, part: LogitsTransform) -> Any:
+    """Which rows [B], or one for all, the filter of this name is on in."""
+    first = part.params[0] if name in ("xtc", "mirostat") else part.params
+    return first < 1 if name in AT_ONE else first > 0
+
+
+def split_filters(parts: Parts) -> tuple[Parts, Any]:
+    """The parts that are no filters, and which rows [B] have a filter on (False: there is none)."""
+    found: Any = False
+    for name in FILTERS.keys() & parts.keys():
+        found = found | _on(name, parts[name])
+    return {name: part for name, part in parts.items() if name not in FILTERS}, found
+
+
 def check_mirostat(parts: Parts) -> list[Any]:
     """Mirostat replaces the filters: a row may not have both on. ValueError, or the rows [B] that are right."""
     if "mirostat" not in parts:
         return []
-    on = parts["mirostat"].params[0] > 0
-    others: Any = np.zeros(on.shape, bool)
-    for name in FILTERS:
-        if name in parts and name != "mirostat":
-            first = parts[name].params[0] if name == "xtc" else parts[name].params
-            others = others | (first < 1 if name in AT_ONE else first > 0)
-    valid = ~(on & others)
+    _, others = split_filters({name: part for name, part in parts.items() if name != "mirostat"})
+    valid = ~(_on("mirostat", parts["mirostat"]) & others)
     if not checks.is_concrete(valid):
         return [valid]
     checks.require(

@@ -24,7 +24,9 @@ class Settings:
     An off value (top_k=0, top_p=1, min_p=0) keeps a transform in the program, so changing numbers never recompiles.
     max_new_tokens: output tokens, 0 allowed; its maximum N is static. min_new_tokens: no end id before. temperature:
     0 is a greedy row. eos: end ids for all rows, or int [B,E] padded with -1. stop: token sequences for all rows, or
-    one list of them per row. num_samples: outputs per prompt, one prefill for all of them. top_logprobs: likeliest ids
+    one list of them per row. num_samples: outputs per prompt, one prefill for all of them; ``without_replacement``:
+    all different. beams: beam search, for as many outputs, best first by log probability / length^length_penalty.
+    top_logprobs: likeliest ids
     to record at every step. regex, json_schema, choices: a compiled grammar (one of them; ``choices`` may be lists of
     ids) that the output, closed by an end id, has to match. prefix: ids that the output begins with, or one list of
     them per row. docs/settings.md defines all others and their order. ValueError for anything out of range.
@@ -61,6 +63,9 @@ class Settings:
     eos: Any = ()
     stop: Any = ()
     num_samples: int = 1
+    without_replacement: bool = False
+    beams: int | None = None
+    length_penalty: Any = 0.0
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
@@ -75,10 +80,29 @@ class Settings:
             checks.require(type(value) is int and value >= least, name, f"a whole number >= {least}", value)
         check_constraints(self.regex, self.json_schema, self.choices, self.stop)
         processing.check_numbers(self)
+        self._check_beams()
         least, most = self._least(), self._limit()
         if checks.is_concrete(least) and (np.ndim(least) == 0 or np.ndim(most) == 0 or least.shape == most.shape):
             few = bool(np.all(least <= most))
             checks.require(few, "min_new_tokens", f"at most max_new_tokens = {most}", self.min_new_tokens)
+
+    def _check_beams(self) -> None:
+        beams, alpha = self.beams, self.length_penalty
+        checks.require(beams is None or (type(beams) is int and beams >= 1), "beams", "a whole number >= 1", beams)
+        several = {"num_samples": self.num_samples > 1, "without_replacement": self.without_replacement}
+        given = ", ".join(name for name, there in several.items() if there and beams is not None)
+        checks.require(not given, "beams", "neither num_samples nor without_replacement beside it", given)
+        known = not checks.is_concrete(alpha) or bool(np.all((np.asarray(alpha) >= 0) & np.isfinite(alpha)))
+        checks.require(known, "length_penalty", "finite numbers >= 0", alpha)
+        used = checks.is_concrete(alpha) and not np.any(alpha)
+        checks.require(beams is not None or used, "length_penalty", "beams beside it, or 0", alpha)
+        top = self.top_logprobs
+        checks.require(self.width is None or top == 0, "top_logprobs", "0 beside beams or without_replacement", top)
+
+    @property
+    def width(self) -> int | None:
+        """How many hypotheses beam search or sampling without replacement keeps per row; None for other strategies."""
+        return self.num_samples if self.without_replacement else self.beams
 
     @property
     def constrained(self) -> bool:
@@ -118,6 +142,15 @@ class Settings:
         if _traced(least):
             traced.append((least >= 0) & (least <= limit))
         traced += processing.check_mirostat(rows)
+        if self.beams is not None:
+            rows, traced = _without_filters(rows, traced)
+            greedy = np.zeros((), bool)  # temperature 0 is read as 1
+        if self.without_replacement and checks.is_concrete(greedy):
+            checks.require(not np.any(greedy), "temperature", "above 0 to draw without replacement", self.temperature)
+        powers = None
+        if self.beams is not None:
+            powers, valid = _powers(self.length_penalty, batch_size, self.size)
+            traced += valid
         for valid in traced:  # filters are skipped by greedy rows: their poison must show here
             limit = jnp.where(valid, limit, -1)
         return Rules(
@@ -126,7 +159,31 @@ class Settings:
             eos=eos,
             limit=limit,
             stop=_stop(self.stop, batch_size, vocab_size),
+            length_power=powers,
         )
+
+
+def _without_filters(
+    rows: dict[str, LogitsTransform], traced: list[Any]
+) -> tuple[dict[str, LogitsTransform], list[Any]]:
+    """The chain of beams. ValueError for a filter that is on: beams take the best, and cut no law."""
+    kept, on = processing.split_filters(rows)
+    if not checks.is_concrete(on):
+        return kept, [*traced, ~on]
+    names = ", ".join(rows.keys() - kept.keys())
+    checks.require(not np.any(on), "beams", "all filters off", f"{names} on in some row")
+    return kept, traced
+
+
+def _powers(alpha: Any, batch_size: int, size: int) -> tuple[Any, list[Any]]:
+    """length^alpha of each row and length 0 .. size (1 of the empty one), and which rows of a traced alpha hold."""
+    alpha = _rows(alpha, batch_size, "length_penalty")
+    steps = np.maximum(np.arange(size + 1, dtype=np.float64), 1)[None]
+    if checks.is_concrete(alpha):
+        return (steps ** np.asarray(alpha, np.float64)[:, None]).astype(np.float32), []
+    alpha = alpha.astype(jnp.float32)
+    valid = (alpha >= 0) & (alpha < jnp.inf)
+    return jnp.exp(jnp.where(valid, alpha, 0)[:, None] * np.log(steps).astype(np.float32)), [valid]
 
 
 def _valid(params: Any) -> list[Any]:

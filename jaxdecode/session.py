@@ -137,6 +137,7 @@ class Session:
         expected = f"1 to {self.context - 1} tokens (the context holds {self.context})"
         checks.require(1 <= len(prompt) < self.context, "prompt", expected, len(prompt))
         checks.require(settings.num_samples == 1, "num_samples", "1 in a session", settings.num_samples)
+        checks.require(settings.width is None, "beams, without_replacement", "neither in a session", settings.width)
         n = capacity_class(settings.size, self.context, 64)
         capacity = capacity_class(len(prompt) + n, self.context)
         ids = np.asarray(prompt)

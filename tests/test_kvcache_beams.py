@@ -42,7 +42,7 @@ def test_reorder_equals_copying_the_past(steps: int) -> None:
     for i, (tokens, parents) in enumerate(histories(steps)):
         one, beams = apply(PARAMS, tokens[:, None], beams)
         other, copies = apply(PARAMS, tokens[:, None], copies)
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6, err_msg=f"step {i}")
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5, err_msg=f"step {i}")
         beams, copies = reorder(beams, parents), copy(copies, parents)
     assert beams.source is not None
     assert len(np.unique(beams.source)) == BEAMS
@@ -51,7 +51,7 @@ def test_reorder_equals_copying_the_past(steps: int) -> None:
     for a, b in zip(
         jax.tree.leaves(plain.layers), jax.tree.leaves(base.take_rows(copies, jnp.array([4, 0, 1])).layers), strict=True
     ):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_reorder_touches_no_buffer() -> None:

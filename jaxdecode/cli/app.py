@@ -75,6 +75,8 @@ def examples(*lines: str) -> str:
         'jaxdecode generate "The capital of France is"',
         'jaxdecode generate --chat --temperature 0.7 --top-p 0.9 --seed 3 "Write a haiku about autumn."',
         'jaxdecode generate --num-samples 4 --temperature 1 --stop "." "Once upon a time"',
+        'jaxdecode generate --beams 4 --length-penalty 1 --max-new-tokens 20 "The three primary colours are"',
+        'jaxdecode generate --num-samples 8 --without-replacement --temperature 1 "My favourite colour is"',
         'jaxdecode generate --max-new-tokens 5 --top-logprobs 3 "2 + 2 ="',
         'jaxdecode generate --chat --choices yes --choices no "Is the sky blue?"',
         'jaxdecode generate --repetition-penalty 1.2 --no-repeat-ngram 3 "Once upon a time"',
@@ -96,6 +98,16 @@ def generate(
     num_samples: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Write N texts, each with its own random numbers.")
     ] = None,
+    without_replacement: Annotated[
+        bool, typer.Option("--without-replacement", help="The N texts are all different; needs --num-samples.")
+    ] = False,
+    beams: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Beam search: the N best texts it finds, best first."),
+    ] = None,
+    length_penalty: Annotated[
+        float, typer.Option(metavar="A", min=0, help="Beams are ranked by log probability / length^A.")
+    ] = 0.0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
     ] = None,
@@ -137,6 +149,9 @@ def generate(
             "top_k": top_k,
             "top_p": top_p,
             "min_p": min_p,
+            "beams": beams,
+            "length_penalty": length_penalty,
+            "without_replacement": without_replacement,
             **more,
         },
         num_samples=num_samples,

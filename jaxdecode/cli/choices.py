@@ -29,8 +29,9 @@ FAILURES = {
 class Request(NamedTuple):
     """What the options of the command say. ``settings``: fields of ``jaxdecode.Settings``.
 
-    num_samples: None for one completion in no list. constraints: what was given of them, by name: a schema's
-    file (once read, the schema), a pattern, texts. logprobs: tell them; top_logprobs: beside those of this many ids.
+    num_samples: None for one completion in no list, unless there are beams. constraints: what was given of them, by
+    name: a schema's file (once read, the schema), a pattern, texts. logprobs: tell them; top_logprobs: beside those of
+    this many ids.
     """
 
     model: str
@@ -51,18 +52,29 @@ class Request(NamedTuple):
     compile_cache: bool
 
     @property
+    def several(self) -> int | None:
+        """How many completions were asked for; None for one in no list."""
+        beams: int | None = self.settings["beams"]
+        return self.num_samples if beams is None else beams
+
+    @property
     def streams(self) -> bool:
         """Whether text is printed while it grows: only a single one is."""
-        return self.stream and not self.json and self.num_samples is None
+        return self.stream and not self.json and self.several is None
 
 
 class Written(NamedTuple):
-    """The rows' texts, how each ended, their numbers (a row each), and the words of their keys."""
+    """The rows' texts, how each ended, their numbers (a row each), and the words of the keys.
+
+    certified, certificate_gap: of beams, about the first of them.
+    """
 
     texts: list[RowText]
     finish: list[str]
     out: Generated
     keys: list[list[int]]
+    certified: bool | None = None
+    certificate_gap: float | None = None
 
 
 def choice(tokenizer: Tokenizer, written: Written, row: int, request: Request) -> dict[str, Any]:
@@ -72,6 +84,9 @@ def choice(tokenizer: Tokenizer, written: Written, row: int, request: Request) -
     told = {"text": text.text, "tokens": text.tokens, "finish": written.finish[row], "completion_tokens": n}
     if out.log_weight is not None and request.settings["temperature"] > 0:
         told["log_weight"] = numbers(out.log_weight[row : row + 1])[0]
+    for name in ("score", "gumbel"):
+        if (values := getattr(out, name)) is not None:
+            told[name] = numbers(values[row : row + 1])[0]
     if request.logprobs:
         told["logprobs"] = numbers(out.logprob[row, :n])
         told["processed_logprobs"] = numbers(out.processed_logprob[row, :n])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_text
 import sys
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import numpy as np
 import typer
 
 from jaxdecode.cli import constraining
-from jaxdecode.cli.choices import CANCELLED, FAILURES, Request, Written, choice, log_probabilities
+from jaxdecode.cli.choices import CANCELLED, FAILURES, Request, Written, choice, log_probabilities, numbers
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import TEXTS, fields
 from jaxdecode.cli.files import check_target, write_json
@@ -18,7 +19,9 @@ from jaxdecode.cli.record import recorded
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
 
 if TYPE_CHECKING:
+    from jaxdecode.base import Generated
     from jaxdecode.checkpoint import Loaded
+    from jaxdecode.cli.writing import RowText
     from jaxdecode.text.tokenizer import Tokenizer
 
 __all__ = ["run"]
@@ -52,7 +55,7 @@ def run(prompt: str | None, request: Request) -> int:
                 write_json(target, recorded(loaded.tokenizer, text, ids, written, request, progress))
     finally:
         progress.stop()
-    tell(loaded.tokenizer, choices, len(ids), request)
+    tell(loaded.tokenizer, choices, len(ids), request, written)
     failed = next((c["finish"] for c in choices if c["finish"] in FAILURES), None)
     if failed is not None:
         raise typer.TyperException(f"the text ends early ({failed}): {FAILURES[failed]}")
@@ -65,6 +68,8 @@ def check(request: Request) -> None:
         raise BadInput("--system needs --chat: raw text has no system message")
     if not 0 <= request.seed < 2**32:
         raise BadInput(f"--seed: expected a number in [0, 2^32), got {request.seed}")
+    if request.settings["without_replacement"] and request.num_samples is None:
+        raise BadInput("--without-replacement needs --num-samples: how many texts")
     if "" in request.stops:
         raise BadInput("--stop: expected a text, got an empty one")
     constraining.check(request.constraints, request.stops)
@@ -110,7 +115,7 @@ def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Requ
 
     progress("compiling")
     stops, continuation = request.stops, not request.chat
-    rows = request.num_samples or 1
+    rows = request.several or 1
     texts = [RowText(loaded.tokenizer, stops=stops, continuation=continuation) for _ in range(rows)]
 
     def take(piece: str) -> None:
@@ -123,32 +128,59 @@ def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Requ
             settings = loaded.settings(**settings_of(request), **grammar)
             key = jax.random.key(request.seed)
             decoder, state = start(loaded.model, loaded.params, [ids], key=key, settings=settings)
-        keys = np.asarray(jax.random.key_data(state.keys)).reshape(rows, -1).tolist()
+        keys = np.asarray(jax.random.key_data(state.keys)).reshape(len(state.keys), -1).tolist()
         steps = Steps(decoder, loaded.params, state)
-        while not interrupted() and (step := next(steps, None)) is not None:
+        for done, step in enumerate(steps, 1):
             info = jax.device_get(step)
-            for row, text in enumerate(texts):
-                take(text.push(info.tokens[row, : info.count[row]].tolist()))
+            alive = [f == Finish.RUNNING for f in info.finish]
+            if settings.width is None:  # beams have no tokens before the end
+                for row, text in enumerate(texts):
+                    take(text.push(info.tokens[row, : info.count[row]].tolist()))
+                    alive[row] &= not text.stopped
             if not request.streams:
-                progress("writing", max(len(t.tokens) for t in texts) / request.settings["max_new_tokens"])
-            if all(t.stopped or f != Finish.RUNNING for t, f in zip(texts, info.finish, strict=True)):
+                progress("writing", done / request.settings["max_new_tokens"])
+            if interrupted() or not any(alive):
                 break
+    out = jax.device_get(steps.result())
+    if settings.width is not None:
+        return _beams(texts, out, keys)
     for text in texts:
         take(text.flush())
-    out = jax.device_get(steps.result())
     return Written(texts, [t.finish(int(f)) for t, f in zip(texts, out.finish, strict=True)], out, keys)
 
 
-def tell(tokenizer: Tokenizer, choices: list[dict[str, Any]], prompt_tokens: int, request: Request) -> None:
+def _beams(texts: list[RowText], out: Generated, keys: list[list[int]]) -> Written:
+    """The hypotheses of the one prompt that exist."""
+    assert out.count is not None
+    texts = texts[: int(out.count[0])]
+    for text, ids in zip(texts, out.to_lists()[0], strict=True):
+        text.push(ids)
+        text.flush()
+    finish = [text.finish(int(code)) for text, code in zip(texts, out.finish[0], strict=False)]
+    known: dict[str, Any] = {} if out.certified is None else {"certified": bool(out.certified[0])}
+    if out.certificate_gap is not None:
+        known["certificate_gap"] = numbers(out.certificate_gap)[0]
+    per_text = {f.name: getattr(out, f.name) for f in dataclasses.fields(out)}
+    flat = {name: x[0] if x is not None and x.ndim > 1 else x for name, x in per_text.items()}
+    return Written(texts, finish, dataclasses.replace(out, **flat), keys, **known)
+
+
+def tell(
+    tokenizer: Tokenizer, choices: list[dict[str, Any]], prompt_tokens: int, request: Request, written: Written
+) -> None:
     """Print the result: what streaming did not print yet, or JSON."""
     if request.json:
         about = {"model": request.model, "prompt_tokens": prompt_tokens}
-        result = {**about, **choices[0]} if request.num_samples is None else {**about, "choices": choices}
+        if written.certified is not None:
+            about |= {"certified": written.certified, "certificate_gap": written.certificate_gap}
+        result = {**about, **choices[0]} if request.several is None else {**about, "choices": choices}
         show(json_text.dumps(result, ensure_ascii=False) + "\n")
         return
     for i, told in enumerate(choices):
-        if request.num_samples is not None:
-            typer.echo(styled(f"--- {i + 1} of {len(choices)}: {told['finish']}", "bold"))
+        if request.several is not None:
+            score = f", score {float(told['score']):.4f}" if "score" in told else ""
+            proven = ", proven to be the best" if i == 0 and written.certified else ""
+            typer.echo(styled(f"--- {i + 1} of {len(choices)}: {told['finish']}{score}{proven}", "bold"))
         show("\n" if request.streams else told["text"] + "\n")
         if request.logprobs:
             typer.echo("\n" + log_probabilities(tokenizer, told), nl=False)

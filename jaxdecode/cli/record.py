@@ -33,9 +33,12 @@ def recorded(
     for row, row_text in enumerate(written.texts):
         n = len(row_text.tokens)
         fields = ("logprob", "processed_logprob", "margin", "set_margin")
-        values = {f"{name}s": numbers(getattr(written.out, name)[row, :n]) for name in fields}
+        values: dict[str, Any] = {f"{name}s": numbers(getattr(written.out, name)[row, :n]) for name in fields}
+        for name in ("score", "gumbel"):
+            if (found := getattr(written.out, name)) is not None:
+                values[name] = numbers(found[row : row + 1])[0]
         outputs.append({"text": row_text.text, "tokens": row_text.tokens, "finish": written.finish[row], **values})
-    samples = {"num_samples": len(outputs), "top_logprobs": request.top_logprobs}
+    samples = {"num_samples": request.num_samples or 1, "top_logprobs": request.top_logprobs}
     ends = {"eos": list(tokenizer.eos_ids), "stop_strings": list(request.stops)}
     files = described_files(_files_of(request.model, progress), progress)
     return {

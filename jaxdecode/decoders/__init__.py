@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdecode.decoders.beam import BeamState, beam
+from jaxdecode.decoders.beam_search import BeamState, beam
 from jaxdecode.decoders.sampling import SamplingState, greedy, sample
 
 __all__ = ["BeamState", "SamplingState", "beam", "greedy", "sample"]
