@@ -51,7 +51,8 @@ def _endings(live: Hypotheses, start: jax.Array, rules: Rules) -> tuple[jax.Arra
     ids = jnp.repeat(rules.eos, width, axis=0)
     how = jnp.full((rules.eos.shape[1],), Finish.EOS, jnp.int32)
     if rules.stop.size:
-        at = (start[:, None] + live.length)[:, :, None] - (back - 1) + jnp.arange(back - 1, dtype=jnp.int32)
+        before = jnp.arange(1 - back, 0, dtype=jnp.int32)[None, None]
+        at = (start[:, None] + live.length)[:, :, None] + before
         recent = jnp.where(at >= 0, jnp.take_along_axis(live.tokens, jnp.maximum(at, 0), axis=2), -1)
         stop = rules.stop[:, None]  # [R,1,n,L]
         begun = jnp.all((stop[..., :-1] == recent[:, :, None]) | (stop[..., :-1] == -1), axis=3)
