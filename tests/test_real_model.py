@@ -18,7 +18,8 @@ import pytest
 
 import jaxdecode as jd
 
-GOLDENS = json.loads((Path(__file__).parent / "goldens" / "smollm2_135m.json").read_text())["greedy"]
+EVERY = json.loads((Path(__file__).parent / "goldens" / "smollm2_135m.json").read_text())
+GOLDENS, BEAMS = EVERY["greedy"], EVERY["beam"]
 PROMPTS = [g["prompt_ids"] for g in GOLDENS]
 LONGEST, NEW = max(map(len, PROMPTS)), 48
 CLOSE = 2e-3  # absolute, for logits, log-sum-exp and log probabilities
@@ -77,6 +78,16 @@ def test_goldens_in_one_ragged_batch(loaded: jd.Loaded) -> None:
     assert out.finish.tolist() == ended
     texts = [loaded.tokenizer.decode(ids, skip_special_tokens=True) for ids in out.to_lists()]
     assert texts[0] == " Paris.\n\nThe answer is: 2018-01-22 12:12:53."
+
+
+def test_goldens_of_beam_search(loaded: jd.Loaded) -> None:
+    """Both searches in one batch, each row with its own length penalty: the same sequences and scores."""
+    alpha = np.array([golden["length_penalty"] for golden in BEAMS])
+    settings = loaded.settings(max_new_tokens=BEAMS[0]["max_new_tokens"], beams=BEAMS[0]["beams"], length_penalty=alpha)
+    out = jd.generate(loaded.model, loaded.params, [golden["prompt_ids"] for golden in BEAMS], settings=settings)
+    for found, score, golden in zip(out.to_lists(), np.asarray(out.score), BEAMS, strict=True):
+        assert found == golden["sequences"]
+        np.testing.assert_allclose(score, golden["scores"], atol=CLOSE, rtol=0)
 
 
 def test_goldens_in_another_place_padded_on_the_left_with_the_end_id(loaded: jd.Loaded) -> None:
