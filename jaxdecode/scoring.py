@@ -18,7 +18,7 @@ from jaxdecode.generation import as_prompt, vocab_size_of
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import Context, LogitsTransform
 
-__all__ = ["best_of", "score"]
+__all__ = ["best_of", "ranking", "score"]
 
 LOGITS = 1 << 24  # logits that are in memory at a time, unless a caller chooses
 
@@ -168,8 +168,23 @@ def _processed(plan: _Plan, params: Params, prompt: Prompt, rules: Rules, keys: 
     return _scan(plan, params, prompt, body, transforms.init(rules.transform, ctx))
 
 
+def ranking(generated: Generated, *, by: Literal["raw", "processed"] = "raw", length_penalty: Any = 0.0) -> jax.Array:
+    """The samples of each prompt from the best to the worst, [B,K]; see ``best_of``."""
+    shape = generated.length.shape
+    checks.require(len(shape) == 2, "best_of", "the result of num_samples above 1", f"lengths of shape {shape}")
+    checks.require(generated.count is None, "best_of", "samples", "beams, which are in order")
+    checks.require(by in ("raw", "processed"), "by", "'raw' or 'processed'", by)
+    penalty = checks.real(length_penalty, lambda x: x >= 0, "length_penalty", "a number >= 0")
+    terms = generated.logprob if by == "raw" else generated.processed_logprob
+    length = jnp.maximum(generated.length, 1).astype(terms.dtype)
+    total = terms.sum(axis=2) / length ** jnp.asarray(penalty, terms.dtype)
+    failed = jnp.isin(generated.finish, jnp.array([Finish.NO_TOKEN, Finish.NAN, Finish.INVALID]))
+    total = jnp.where(failed | jnp.isnan(total), -jnp.inf, total)
+    return jnp.argsort(-total, axis=1, stable=True)
+
+
 def best_of(
-    generated: Generated, k: int = 1, *, by: Literal["raw", "processed"] = "raw", length_penalty: float = 0.0
+    generated: Generated, k: int = 1, *, by: Literal["raw", "processed"] = "raw", length_penalty: Any = 0.0
 ) -> Generated:
     """The k best of the samples of each prompt, best first: every field [B,K,...] becomes [B,k,...].
 
@@ -184,17 +199,8 @@ def best_of(
     >>> best_of(out).tokens.shape
     (2, 1, 3)
     """
-    shape = generated.length.shape
-    checks.require(len(shape) == 2, "best_of", "the result of num_samples above 1", f"lengths of shape {shape}")
-    checks.require(generated.count is None, "best_of", "samples", "beams, which are in order")
-    checks.require(type(k) is int and 1 <= k <= shape[1], "k", f"a whole number in [1, {shape[1]}]", k)
-    checks.require(by in ("raw", "processed"), "by", "'raw' or 'processed'", by)
-    penalty = checks.real(length_penalty, lambda x: x >= 0, "length_penalty", "a number >= 0")
-    terms = generated.logprob if by == "raw" else generated.processed_logprob
-    length = jnp.maximum(generated.length, 1).astype(terms.dtype)
-    total = terms.sum(axis=2) / length ** jnp.asarray(penalty, terms.dtype)
-    failed = jnp.isin(generated.finish, jnp.array([Finish.NO_TOKEN, Finish.NAN, Finish.INVALID]))
-    total = jnp.where(failed | jnp.isnan(total), -jnp.inf, total)
-    order = jnp.argsort(-total, axis=1, stable=True)[:, :k]
-    rows = jnp.arange(shape[0])[:, None]
-    return jax.tree.map(lambda x: x[rows, order], generated)
+    order = ranking(generated, by=by, length_penalty=length_penalty)
+    batch, samples = order.shape
+    checks.require(type(k) is int and 1 <= k <= samples, "k", f"a whole number in [1, {samples}]", k)
+    rows = jnp.arange(batch)[:, None]
+    return jax.tree.map(lambda x: x[rows, order[:, :k]], generated)
