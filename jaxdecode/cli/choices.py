@@ -104,8 +104,8 @@ def best(written: Written, k: int) -> Written:
     from jaxdecode.scoring import ranking
 
     out = written.out
-    length = np.array([len(text.tokens) for text in written.texts])
-    logprob = np.where(np.arange(out.logprob.shape[1]) < length[:, None], out.logprob, 0)
+    length: Any = np.array([len(text.tokens) for text in written.texts])
+    logprob: Any = np.where(np.arange(out.logprob.shape[1]) < length[:, None], out.logprob, 0)
     one = dataclasses.replace(out, length=length, logprob=logprob)
     order = np.asarray(ranking(jax.tree.map(lambda x: x[None], one)))[0, :k]
     return Written(
