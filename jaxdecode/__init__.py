@@ -24,11 +24,13 @@ if TYPE_CHECKING:
         take_rows,
     )
     from jaxdecode.checkpoint import Loaded, load, save
+    from jaxdecode.composition import combine, contrastive, guidance, product, uncached
     from jaxdecode.decoders import beam, greedy, sample
-    from jaxdecode.generation import generate
+    from jaxdecode.generation import generate, prefill
     from jaxdecode.loop import run, run_until_done, stream
     from jaxdecode.quant import QTensor, dequantize, quantize
     from jaxdecode.rulebook import Settings
+    from jaxdecode.scoring import best_of, score
     from jaxdecode.transforms import (
         Context,
         LogitsTransform,
@@ -78,8 +80,11 @@ __all__ = [
     "bad_words",
     "banned_ids",
     "beam",
+    "best_of",
     "chain",
+    "combine",
     "constraints",
+    "contrastive",
     "dequantize",
     "dry",
     "dynamic_temperature",
@@ -89,6 +94,7 @@ __all__ = [
     "frequency_penalty",
     "generate",
     "greedy",
+    "guidance",
     "load",
     "logit_bias",
     "min_new_tokens",
@@ -96,7 +102,9 @@ __all__ = [
     "mirostat",
     "no_repeat_ngram",
     "p_less",
+    "prefill",
     "presence_penalty",
+    "product",
     "put_rows",
     "quantize",
     "repeat_rows",
@@ -105,6 +113,7 @@ __all__ = [
     "run_until_done",
     "sample",
     "save",
+    "score",
     "stream",
     "take_rows",
     "temperature",
@@ -113,6 +122,7 @@ __all__ = [
     "top_n_sigma",
     "top_p",
     "typical_p",
+    "uncached",
     "xtc",
 ]
 
@@ -120,11 +130,13 @@ __all__ = [
 _HOME = {
     "base": "Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows",
     "checkpoint": "Loaded load save",
+    "composition": "combine contrastive guidance product uncached",
     "decoders": "beam greedy sample",
-    "generation": "generate",
+    "generation": "generate prefill",
     "loop": "run run_until_done stream",
     "quant": "QTensor dequantize quantize",
     "rulebook": "Settings",
+    "scoring": "best_of score",
     "transforms": (
         "Context LogitsTransform allowed_ids bad_words banned_ids chain dry dynamic_temperature epsilon "
         "eta forced frequency_penalty logit_bias min_new_tokens min_p mirostat no_repeat_ngram p_less "

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxdecode.transforms.core import LogitsTransform
 
 __all__ = [
+    "Bounded",
     "Cache",
     "Decoder",
     "Finish",
@@ -177,6 +178,17 @@ class RowNode(Protocol):
     def repeat_rows(self, n: int) -> Any: ...
 
     def put_rows(self, rows: jax.Array, new: Any) -> Any: ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A cache node with room for ``capacity`` tokens a row, ``length[B]`` of them taken: a full one ends its row."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def length(self) -> jax.Array: ...
 
 
 @jax.tree_util.register_dataclass

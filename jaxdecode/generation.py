@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxdecode import checks, kvcache
 from jaxdecode import keys as keys_
-from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, repeat_rows
+from jaxdecode.base import Bounded, Cache, Decoder, Generated, Model, Params, Prompt, Rules, repeat_rows
 from jaxdecode.decoders import beam, common, sample
 from jaxdecode.loop import run_until_done
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import LogitsTransform
 
-__all__ = ["Settings", "generate", "start"]
+__all__ = ["Settings", "as_prompt", "generate", "prefill", "start", "vocab_size_of"]
 
 
 def length_class(n: int) -> int:
@@ -30,7 +30,7 @@ def length_class(n: int) -> int:
     return power * 3 // 4 if n <= power * 3 // 4 else power
 
 
-def _as_prompt(prompts: Any, lengths: Any, padding: str, vocab_size: int) -> Prompt:
+def as_prompt(prompts: Any, lengths: Any, padding: str, vocab_size: int) -> Prompt:
     """Lists or arrays of ids as a right-padded Prompt; concrete ones are padded up to their length class."""
     checks.require(padding in ("right", "left"), "padding", "'right' or 'left'", padding)
     if isinstance(prompts, (list, tuple)):
@@ -114,7 +114,7 @@ def _cache_len(model: Model, params: Params, prompt: Prompt, limit: Any, new: in
 
 
 class _Plan(NamedTuple):
-    """What is static in a program."""
+    """What is static in a program; cache_len 0: the decoder makes its cache."""
 
     decoder: Decoder
     model: Model
@@ -124,22 +124,23 @@ class _Plan(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _begin(plan: _Plan, params: Params, keys: Any, prompt: Prompt, rules: Rules) -> Any:
+def _begin(plan: _Plan, params: Params, given: Cache | None, keys: Any, prompt: Prompt, rules: Rules) -> Any:
     batch, size = prompt.tokens.shape
-    cache = plan.model.init_cache(params, batch, plan.cache_len)
+    cache = plan.model.init_cache(params, batch, plan.cache_len) if given is None and plan.cache_len else given
     state = plan.decoder.init(params, keys, prompt, rules, max_new_tokens=plan.size, cache=cache)
     if plan.samples == 1:
         return state
     if kvcache.only_nodes(state.cache):  # the prompt's keys and values are kept once, however many continue it
-        state = dataclasses.replace(state, cache=kvcache.share(state.cache, max(plan.size, 1), size))
+        kept = size if given is None else None
+        state = dataclasses.replace(state, cache=kvcache.share(state.cache, max(plan.size, 1), kept))
     state = repeat_rows(state, plan.samples)
     number = jnp.tile(jnp.arange(plan.samples, dtype=jnp.uint32), batch)
     return dataclasses.replace(state, keys=jax.vmap(jax.random.fold_in)(state.keys, number))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _whole(plan: _Plan, params: Params, keys: Any, prompt: Prompt, rules: Rules) -> Generated:
-    state = _begin(plan, params, keys, prompt, rules)
+def _whole(plan: _Plan, params: Params, given: Cache | None, keys: Any, prompt: Prompt, rules: Rules) -> Generated:
+    state = _begin(plan, params, given, keys, prompt, rules)
     result = plan.decoder.finish(run_until_done(plan.decoder, params, state))
     if plan.samples == 1:
         return result
@@ -157,13 +158,15 @@ def _prepare(
     padding: Literal["right", "left"] = "right",
     row_ids: Sequence[int | str] | jax.Array | None = None,
     cache_len: int | None = None,
+    cache: Cache | None = None,
+    cached: Any = None,
     transform: LogitsTransform | None = None,
     decoder: Decoder | None = None,
-) -> tuple[_Plan, Params, jax.Array, Prompt, Rules]:
+) -> tuple[_Plan, Params, Cache | None, jax.Array, Prompt, Rules]:
     """Check and convert the arguments of ``generate`` into those of the compiled program."""
     settings = Settings() if settings is None else settings
-    vocab_size = _vocab_size(model, params)
-    prompt = _as_prompt(prompts, lengths, padding, vocab_size)
+    vocab_size = vocab_size_of(model, params)
+    prompt = as_prompt(prompts, lengths, padding, vocab_size)
     batch = prompt.tokens.shape[0]
     rules = settings.rules(batch, vocab_size, transform=transform)
     if key is None:
@@ -178,10 +181,16 @@ def _prepare(
     else:
         checks.require(top == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", top)
         checks.require(settings.width is None, "beams, without_replacement", "neither beside a decoder", settings.width)
-    cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)
+    if cache is None:
+        checks.require(cached is None, "cached", "none without a cache", cached)
+        cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)
+        cache_len = cache_len if settings.width is None else 0  # beams have a tail of their own
+    else:
+        checks.require(cache_len is None, "cache_len", "none beside a cache", cache_len)
+        prompt, cache = _continued(model, params, prompt, cache, cached, rules.limit)
     keys = keys_.row_keys(key, batch, row_ids)
     samples = settings.num_samples if settings.width is None else 1  # beams of a row are no rows
-    return _Plan(decoder, model, settings.size, samples, cache_len), params, keys, prompt, rules
+    return _Plan(decoder, model, settings.size, samples, cache_len or 0), params, cache, keys, prompt, rules
 
 
 def _decoder(model: Model, settings: Settings) -> Decoder:
@@ -191,7 +200,42 @@ def _decoder(model: Model, settings: Settings) -> Decoder:
     return sample(model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
 
 
-def _vocab_size(model: Model, params: Params) -> int:
+def _continued(
+    model: Model, params: Params, prompt: Prompt, cache: Cache, cached: Any, limit: Any
+) -> tuple[Prompt, Cache]:
+    """The prompt beside a cache that holds it, all but the last token, if that can be known; checks what can be."""
+    batch = prompt.tokens.shape[0]
+    rows = common.logits_spec(model, params, cache).shape[0]
+    checks.require(rows == batch, "cache", f"one of {batch} rows", f"{rows} rows")
+    if cached is None:
+        cached = prompt.length - 1
+    else:
+        cached = checks.whole(cached, lambda n: n >= 0, "cached", "whole numbers >= 0")
+        ok = cached.shape in ((), (batch,))
+        checks.require(ok, "cached", f"a number or {batch} of them", f"shape {cached.shape}")
+        cached = (np if checks.is_concrete(cached) else jnp).broadcast_to(cached, (batch,))
+    if checks.is_concrete(cached) and checks.is_concrete(prompt.length):
+        checks.require(bool(np.all(cached < prompt.length)), "cached", "less than each prompt's length", cached)
+    prompt = prompt._replace(cached=cached)
+    nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, Bounded))
+    first = nodes[0] if nodes else None
+    held = first.total if isinstance(first, kvcache.KVCache) else first.length if isinstance(first, Bounded) else None
+    if held is not None and checks.is_concrete(held) and checks.is_concrete(cached):
+        checks.require(bool(np.all(held == cached)), "cached", f"as many tokens as the cache holds, {held}", cached)
+    room = common.room(cache, prompt)
+    if room is not None and checks.is_concrete(room) and checks.is_concrete(limit):
+        fits = bool(np.all(np.asarray(room) >= np.asarray(limit)))
+        checks.require(fits, "max_new_tokens", "what the cache has room for after each prompt", limit)
+    rest = prompt.length - 1 - prompt.cached
+    if not checks.is_concrete(rest) or not np.any(rest):
+        return prompt, cache
+    width = 1 + length_class(int(np.max(rest)))  # fewer than the whole prompt, through which the decoder would go
+    at = np.minimum(prompt.cached[:, None] + np.arange(width), prompt.tokens.shape[1] - 1)
+    left = Prompt(jnp.take_along_axis(jnp.asarray(prompt.tokens), at, axis=1), rest + 1, jnp.zeros_like(rest))
+    return prompt._replace(cached=prompt.length - 1), _extend(model, params, cache, left)
+
+
+def vocab_size_of(model: Model, params: Params) -> int:
     cache = jax.eval_shape(lambda p: model.init_cache(p, 1, 1), params)
     return int(common.logits_spec(model, params, cache).shape[-1])
 
@@ -207,6 +251,8 @@ def generate(
     padding: Literal["right", "left"] = "right",
     row_ids: Sequence[int | str] | jax.Array | None = None,
     cache_len: int | None = None,
+    cache: Cache | None = None,
+    cached: Any = None,
     transform: LogitsTransform | None = None,
     decoder: Decoder | None = None,
 ) -> Generated:
@@ -214,7 +260,9 @@ def generate(
 
     prompts: lists of ids, or int [B,S] with ``lengths[B]`` and ``padding``. key: one, or one per row; None only if
     every temperature is concretely 0. row_ids: what each row's key is folded with (default 0 .. B-1), so that a row's
-    output does not depend on its place. cache_len: slots per row. transform: stands before temperature and filters.
+    output does not depend on its place. cache_len: slots per row. cache: one that ``prefill`` made, of the first
+    ``cached[B]`` tokens of each prompt (default: all but the last), so that these are not processed again.
+    transform: stands before temperature and filters.
     ValueError for bad input, before any compute. Settings that are traced and out of range end their row ``invalid``.
 
     >>> from jaxdecode.testing import markov_model
@@ -233,6 +281,8 @@ def generate(
         padding=padding,
         row_ids=row_ids,
         cache_len=cache_len,
+        cache=cache,
+        cached=cached,
         transform=transform,
         decoder=decoder,
     )
@@ -243,3 +293,27 @@ def start(model: Model, params: Params, prompts: Any, **options: Any) -> tuple[D
     """The decoder and its prefilled state for the arguments of ``generate``, to hand to ``run`` or ``stream``."""
     prepared = _prepare(model, params, prompts, **options)
     return prepared[0].decoder, _begin(*prepared)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _extend(model: Model, params: Params, cache: Cache, prompt: Prompt) -> Cache:
+    return common.prefill(model, params, cache, prompt, jnp.ones_like(prompt.length, bool))
+
+
+def prefill(model: Model, params: Params, prompts: Sequence[Sequence[int]], *, max_len: int) -> Cache:
+    """A cache that holds ``prompts`` (lists of ids, which may be empty), with slots for ``max_len`` tokens a row.
+
+    It may be continued any number of times (``generate(..., cache=...)``), repeated for many rows (``repeat_rows``),
+    and joined to another one for a model made by ``combine``. ValueError for bad ids, or more than fits.
+
+    >>> from jaxdecode.testing import markov_model
+    >>> cache = prefill(markov_model(), jnp.eye(2), [[0, 1], []], max_len=8)
+    >>> cache["length"].tolist()
+    [2, 0]
+    """
+    longer = [[*prompt, 0] for prompt in prompts]  # the last token of a prompt is left to the first step
+    prompt = as_prompt(longer, None, "right", vocab_size_of(model, params))
+    most = int(np.max(prompt.length)) - 1
+    ok = type(max_len) is int and max_len >= most
+    checks.require(ok, "max_len", f"a whole number >= {most}, the longest prompt", max_len)
+    return _extend(model, params, model.init_cache(params, len(longer), max_len), prompt)

@@ -56,9 +56,14 @@ def assert_bad(result: Result, about: str) -> None:
 
 @contextlib.contextmanager
 def process(*arguments: str, program: tuple[str, ...] = ("-m", "jaxdecode"), **options: Any) -> Iterator[Any]:
-    """The command line in a process of its own, on pipes, in an environment that asks nothing of jax or XLA."""
+    """The command line in a process of its own, on pipes, in an environment that asks nothing of jax or XLA.
+
+    But for one thing: few optimizations, as in tests/conftest.py.
+    """
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "TF_", "XLA_"))}
+    if not os.environ.get("JAXDECODE_TEST_OPTIMIZED"):
+        plain["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, *program, *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, text=True, encoding="utf-8", env=plain | pipes.pop("env", {}), **pipes

@@ -58,6 +58,18 @@ def test_one_sample_is_the_plain_completion_in_a_list_of_one() -> None:
     assert listed | only == plain
 
 
+@pytest.mark.parametrize("k", [None, 2])
+def test_the_best_of_several_are_those_that_the_model_finds_most_probable(k: int | None) -> None:
+    """A stop string cuts text and sum, though the row goes on until all rows have ended."""
+    arguments = (*TOY, *WARM, "--json", "--logprobs", "--stop", "or", "hello ")
+    every = json.loads(call(*arguments, "--num-samples", "6").out)["choices"]
+    order = sorted(range(6), key=lambda i: -sum(every[i]["logprobs"]))
+    few = () if k is None else ("--num-samples", str(k))
+    told = json.loads(call(*arguments, "--best-of", "6", *few).out)
+    best = [{name: told[name] for name in every[0]}] if k is None else told["choices"]
+    assert best == [every[i] for i in order[: k or 1]]
+
+
 # Log probabilities
 
 
@@ -231,6 +243,11 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         (["--top-logprobs", "-1"], "--top-logprobs"),
         (["--top-logprobs", "258"], "top_logprobs"),
         (["--stop", ""], "--stop"),
+        (["--best-of", "4"], "--best-of: expected a --temperature above 0"),
+        (
+            ["--best-of", "2", "--num-samples", "3", "--temperature", "1"],
+            "--best-of: expected at least --num-samples 3",
+        ),
     ],
 )
 def test_bad_input(arguments: list[str], about: str) -> None:

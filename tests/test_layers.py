@@ -15,11 +15,13 @@ MAY_IMPORT = {
     **dict.fromkeys(BOTTOM, BOTTOM),
     **dict.fromkeys(["kvcache", "linear", "transforms"], BOTTOM),
     "models": BOTTOM | {"kvcache", "linear"},
-    "testing": BOTTOM,
+    **dict.fromkeys(["testing", "composition"], BOTTOM),
     "decoders": BOTTOM | {"kvcache", "transforms"},
     "constraints": BOTTOM | {"transforms"},
     **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "constraints", "processing"}),
-    **dict.fromkeys(["loop", "generation", "session", "checkpoint", "text", "benchmark"], EVERYTHING - {"cli"}),
+    **dict.fromkeys(
+        ["loop", "generation", "scoring", "session", "checkpoint", "text", "benchmark"], EVERYTHING - {"cli"}
+    ),
     "cli": EVERYTHING,
 }
 FILES = sorted(

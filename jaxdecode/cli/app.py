@@ -77,6 +77,7 @@ def examples(*lines: str) -> str:
         'jaxdecode generate --num-samples 4 --temperature 1 --stop "." "Once upon a time"',
         'jaxdecode generate --beams 4 --length-penalty 1 --max-new-tokens 20 "The three primary colours are"',
         'jaxdecode generate --num-samples 8 --without-replacement --temperature 1 "My favourite colour is"',
+        'jaxdecode generate --temperature 0.8 --best-of 8 "Once upon a time"',
         'jaxdecode generate --max-new-tokens 5 --top-logprobs 3 "2 + 2 ="',
         'jaxdecode generate --chat --choices yes --choices no "Is the sky blue?"',
         'jaxdecode generate --repetition-penalty 1.2 --no-repeat-ngram 3 "Once upon a time"',
@@ -108,6 +109,10 @@ def generate(
     length_penalty: Annotated[
         float, typer.Option(metavar="A", min=0, help="Beams are ranked by log probability / length^A.")
     ] = 0.0,
+    best_of: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Write N texts, print the --num-samples (1) most probable of them."),
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
     ] = None,
@@ -155,6 +160,7 @@ def generate(
             **more,
         },
         num_samples=num_samples,
+        best_of=best_of,
         logprobs=logprobs or top_logprobs > 0,
         top_logprobs=top_logprobs,
         stops=tuple(stop or ()),

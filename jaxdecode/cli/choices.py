@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_text
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,17 @@ if TYPE_CHECKING:
     from jaxdecode.quant import Scheme
     from jaxdecode.text.tokenizer import Tokenizer
 
-__all__ = ["CANCELLED", "FAILURES", "Request", "Written", "choice", "log_probabilities", "numbers", "token_text"]
+__all__ = [
+    "CANCELLED",
+    "FAILURES",
+    "Request",
+    "Written",
+    "best",
+    "choice",
+    "log_probabilities",
+    "numbers",
+    "token_text",
+]
 
 CANCELLED = "cancelled"  # beside the names of ``Finish``: Ctrl-C ended it
 FAILURES = {
@@ -29,9 +40,9 @@ FAILURES = {
 class Request(NamedTuple):
     """What the options of the command say. ``settings``: fields of ``jaxdecode.Settings``.
 
-    num_samples: None for one completion in no list, unless there are beams. constraints: what was given of them, by
-    name: a schema's file (once read, the schema), a pattern, texts. logprobs: tell them; top_logprobs: beside those of
-    this many ids.
+    num_samples: None for one completion in no list, unless there are beams. best_of: write so many, tell the best.
+    constraints: what was given of them, by name: a schema's file (once read, the schema), a pattern, texts. logprobs:
+    tell them; top_logprobs: beside those of this many ids.
     """
 
     model: str
@@ -42,6 +53,7 @@ class Request(NamedTuple):
     seed: int
     settings: dict[str, Any]
     num_samples: int | None
+    best_of: int | None
     logprobs: bool
     top_logprobs: int
     stops: tuple[str, ...]
@@ -60,7 +72,12 @@ class Request(NamedTuple):
     @property
     def streams(self) -> bool:
         """Whether text is printed while it grows: only a single one is."""
-        return self.stream and not self.json and self.several is None
+        return self.stream and not self.json and self.several is None and self.best_of is None
+
+    @property
+    def rows(self) -> int:
+        """Texts to write."""
+        return self.best_of or self.several or 1
 
 
 class Written(NamedTuple):
@@ -75,6 +92,28 @@ class Written(NamedTuple):
     keys: list[list[int]]
     certified: bool | None = None
     certificate_gap: float | None = None
+
+
+def best(written: Written, k: int) -> Written:
+    """The k texts with the largest sums of log probabilities under the model's own law, best first.
+
+    Only tokens of the text count: a row goes on after a stop string, until all rows have ended.
+    """
+    import jax
+
+    from jaxdecode.scoring import ranking
+
+    out = written.out
+    length: Any = np.array([len(text.tokens) for text in written.texts])
+    logprob: Any = np.where(np.arange(out.logprob.shape[1]) < length[:, None], out.logprob, 0)
+    one = dataclasses.replace(out, length=length, logprob=logprob)
+    order = np.asarray(ranking(jax.tree.map(lambda x: x[None], one)))[0, :k]
+    return Written(
+        [written.texts[i] for i in order],
+        [written.finish[i] for i in order],
+        jax.tree.map(lambda x: x[order], out),
+        [written.keys[i] for i in order],
+    )
 
 
 def choice(tokenizer: Tokenizer, written: Written, row: int, request: Request) -> dict[str, Any]:

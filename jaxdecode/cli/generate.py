@@ -11,7 +11,16 @@ import numpy as np
 import typer
 
 from jaxdecode.cli import constraining
-from jaxdecode.cli.choices import CANCELLED, FAILURES, Request, Written, choice, log_probabilities, numbers
+from jaxdecode.cli.choices import (
+    CANCELLED,
+    FAILURES,
+    Request,
+    Written,
+    best,
+    choice,
+    log_probabilities,
+    numbers,
+)
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import TEXTS, fields
 from jaxdecode.cli.files import check_target, write_json
@@ -49,6 +58,8 @@ def run(prompt: str | None, request: Request) -> int:
             ids = encode(loaded, text, request)
             grammar = constraining.compiled(loaded, request.constraints, progress)
         written = write(loaded, ids, grammar, request, progress)
+        if request.best_of is not None:
+            written = best(written, request.num_samples or 1)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
         if target is not None:
             with bad_input():
@@ -70,6 +81,13 @@ def check(request: Request) -> None:
         raise BadInput(f"--seed: expected a number in [0, 2^32), got {request.seed}")
     if request.settings["without_replacement"] and request.num_samples is None:
         raise BadInput("--without-replacement needs --num-samples: how many texts")
+    if request.best_of is not None:
+        if request.settings["beams"] is not None or request.settings["without_replacement"]:
+            raise BadInput("--best-of: expected neither --beams nor --without-replacement, which rank by themselves")
+        if request.best_of < (request.num_samples or 1):
+            raise BadInput(f"--best-of: expected at least --num-samples {request.num_samples}, got {request.best_of}")
+        if request.settings["temperature"] == 0:
+            raise BadInput("--best-of: expected a --temperature above 0, without which all samples are the same")
     if "" in request.stops:
         raise BadInput("--stop: expected a text, got an empty one")
     constraining.check(request.constraints, request.stops)
@@ -77,7 +95,11 @@ def check(request: Request) -> None:
 
 def settings_of(request: Request) -> dict[str, Any]:
     """Fields of ``Settings``."""
-    return {**request.settings, "num_samples": request.num_samples or 1, "top_logprobs": request.top_logprobs}
+    return {
+        **request.settings,
+        "num_samples": request.best_of or request.num_samples or 1,
+        "top_logprobs": request.top_logprobs,
+    }
 
 
 def read_prompt(argument: str | None) -> str:
@@ -115,7 +137,7 @@ def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Requ
 
     progress("compiling")
     stops, continuation = request.stops, not request.chat
-    rows = request.several or 1
+    rows = request.rows
     texts = [RowText(loaded.tokenizer, stops=stops, continuation=continuation) for _ in range(rows)]
 
     def take(piece: str) -> None:

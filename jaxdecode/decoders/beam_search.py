@@ -77,7 +77,8 @@ def _init(
         rank=none.rank.at[:, 0].set(jnp.where(running, -jnp.inf, 0)),
         finish=none.finish.at[:, 0].set(jnp.where(running, Finish.NO_TOKEN, finish)),
     )
-    tail = kvcache.branch(begun.cache, width, max(max_new_tokens, 1), prompt.tokens.shape[1])
+    kept = prompt.tokens.shape[1] if cache is None else None  # of a cache that is given nobody knows what it holds
+    tail = kvcache.branch(begun.cache, width, max(max_new_tokens, 1), kept)
     return BeamState(
         cache=Grouped(tail, width),
         states=Grouped(base.repeat_rows(transforms.init(rules.transform, ctx), width), width),

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdecode import checks, kvcache
-from jaxdecode.base import Cache, Finish, Model, Params, Prompt, Rules
+from jaxdecode import checks
+from jaxdecode.base import Bounded, Cache, Finish, Model, Params, Prompt, Rules
 from jaxdecode.transforms import Context
 
 __all__ = ["Begun", "begin", "check_prompt", "check_rules", "forward", "logits_spec", "prefill", "room", "settled"]
@@ -71,11 +71,11 @@ def check_rules(rules: Rules, batch: int, max_new_tokens: int) -> jax.Array:
     return (rules.limit >= 0) & (rules.limit <= max_new_tokens)
 
 
-def room(cache: Cache) -> jax.Array | None:
-    """Tokens each row may hold in all, [B]; None where the cache has no KV node to ask."""
-    nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, kvcache.KVCache))
-    totals = [n.total - n.length + n.capacity for n in nodes if isinstance(n, kvcache.KVCache)]
-    return jnp.min(jnp.stack(totals), axis=0) if totals else None
+def room(cache: Cache, prompt: Prompt) -> jax.Array | None:
+    """Tokens that may follow each row's prompt, [B], until some node of the cache is full; None if none says."""
+    nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, Bounded))
+    left = [node.capacity - node.length for node in nodes if isinstance(node, Bounded)]
+    return jnp.min(jnp.stack(left), axis=0) - (prompt.length - prompt.cached) if left else None
 
 
 def settled(valid: jax.Array, limit: jax.Array) -> jax.Array:
@@ -113,9 +113,9 @@ def begin(
         cache = model.init_cache(params, batch, size + max_new_tokens)
     spec = logits_spec(model, params, cache)
     rows &= check_prompt(prompt, keys, spec.shape[-1])
-    held = room(cache)
-    if held is not None:  # a full buffer ends a row like a limit does
-        limit = jnp.where(rows, jnp.clip(rules.limit, 0, held - prompt.length), rules.limit)
+    left = room(cache, prompt)
+    if left is not None:  # a full buffer ends a row like a limit does
+        limit = jnp.where(rows, jnp.clip(rules.limit, 0, left), rules.limit)
         rules = dataclasses.replace(rules, limit=limit)
     finish = settled(rows, rules.limit)
     tokens = jnp.pad(prompt.tokens, ((0, 0), (0, max_new_tokens)))
@@ -127,7 +127,7 @@ def begin(
 def prefill(model: Model, params: Params, cache: Cache, prompt: Prompt, active: jax.Array) -> Cache:
     """Put all but the last prompt token of each ``active[B]`` row into the cache, in passes of ``CHUNK`` tokens.
 
-    The last one is left to the first step, so no output head runs here.
+    The last one is left to the first step, so no output head runs here. A pass that has nothing to do is skipped.
     """
     tokens, length, cached = prompt
     batch, size = tokens.shape[0], tokens.shape[1] - 1
@@ -140,13 +140,16 @@ def prefill(model: Model, params: Params, cache: Cache, prompt: Prompt, active: 
     tokens = jnp.take_along_axis(tokens, at, axis=1)
     nowhere = jnp.zeros((batch, 0), jnp.int32)
 
+    def some(cache: Cache, part: jax.Array, lengths: jax.Array) -> Cache:
+        return model.apply(params, part, cache, lengths=lengths, logits_at=nowhere)[1]
+
     def one(cache: Cache, i: jax.Array) -> tuple[Cache, None]:
         part = jax.lax.dynamic_slice_in_dim(tokens, i * width, width, axis=1)
         lengths = jnp.clip(count - i * width, 0, width)
-        return model.apply(params, part, cache, lengths=lengths, logits_at=nowhere)[1], None
+        return jax.lax.cond(jnp.any(lengths > 0), some, lambda cache, *_: cache, cache, part, lengths), None
 
     if passes == 1:
-        return model.apply(params, tokens, cache, lengths=count, logits_at=nowhere)[1]
+        return one(cache, jnp.zeros((), jnp.int32))[0]
     return jax.lax.scan(one, cache, jnp.arange(passes, dtype=jnp.int32))[0]
 
 
