@@ -10,6 +10,7 @@ from jaxdecode._version import __version__
 if TYPE_CHECKING:
     from jaxdecode import constraints, testing
     from jaxdecode.base import (
+        Acceptance,
         Decoder,
         Finish,
         Generated,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         take_rows,
     )
     from jaxdecode.checkpoint import Loaded, load, save
-    from jaxdecode.decoders import greedy, sample
+    from jaxdecode.decoders import greedy, prompt_lookup, sample, speculative
     from jaxdecode.generation import generate
     from jaxdecode.loop import run, run_until_done, stream
     from jaxdecode.quant import QTensor, dequantize, quantize
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Acceptance",
     "Context",
     "Decoder",
     "Finish",
@@ -96,6 +98,7 @@ __all__ = [
     "no_repeat_ngram",
     "p_less",
     "presence_penalty",
+    "prompt_lookup",
     "put_rows",
     "quantize",
     "repeat_rows",
@@ -104,6 +107,7 @@ __all__ = [
     "run_until_done",
     "sample",
     "save",
+    "speculative",
     "stream",
     "take_rows",
     "temperature",
@@ -117,9 +121,11 @@ __all__ = [
 
 # Where each name lives. It is imported when first used, so that `jaxdecode --help` and the version cost no jax.
 _HOME = {
-    "base": "Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows",
+    "base": (
+        "Acceptance Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows"
+    ),
     "checkpoint": "Loaded load save",
-    "decoders": "greedy sample",
+    "decoders": "greedy prompt_lookup sample speculative",
     "generation": "generate",
     "loop": "run run_until_done stream",
     "quant": "QTensor dequantize quantize",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxdecode.transforms.core import LogitsTransform
 
 __all__ = [
+    "Acceptance",
     "Cache",
     "Decoder",
     "Finish",
@@ -115,6 +116,13 @@ class Rules:
     stop: jax.Array
 
 
+class Acceptance(NamedTuple):
+    """Of speculative decoding: tokens drafted and, of these, accepted, [B] each."""
+
+    drafted: jax.Array
+    accepted: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Generated:
@@ -125,7 +133,7 @@ class Generated:
     far the choice was from another one; logits for greedy rows, probability otherwise), finish[B] (``Finish``).
     Past ``length`` log probabilities are 0 and margins +inf. top_ids[B,N,n], top_logprobs[B,N,n]: the n likeliest ids
     of the raw law at every step, if asked for. log_weight[B]: under a constraint, the log of a sampled row's importance
-    weight. With several samples per prompt every field has an axis K after B.
+    weight. acceptance: what became of drafts. With several samples per prompt every field has an axis K after B.
     """
 
     tokens: jax.Array
@@ -138,6 +146,7 @@ class Generated:
     top_ids: jax.Array | None = None
     top_logprobs: jax.Array | None = None
     log_weight: jax.Array | None = None
+    acceptance: Acceptance | None = None
 
     def to_lists(self) -> list[Any]:
         """Output ids of every row, the end token included; a list of K such lists per prompt if there is an axis K."""
