@@ -14,12 +14,13 @@ import numpy as np
 from jaxdecode import checks, kvcache
 from jaxdecode import keys as keys_
 from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, repeat_rows
-from jaxdecode.decoders import common, sample
+from jaxdecode.decoders import common, prompt_lookup, sample, speculative
+from jaxdecode.decoders.speculative import paired
 from jaxdecode.loop import run_until_done
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import LogitsTransform
 
-__all__ = ["Settings", "generate", "start"]
+__all__ = ["Settings", "decoder_of", "generate", "start"]
 
 
 def length_class(n: int) -> int:
@@ -159,6 +160,7 @@ def _prepare(
     cache_len: int | None = None,
     transform: LogitsTransform | None = None,
     decoder: Decoder | None = None,
+    draft: tuple[Model, Params] | None = None,
 ) -> tuple[_Plan, Params, jax.Array, Prompt, Rules]:
     """Check and convert the arguments of ``generate`` into those of the compiled program."""
     settings = Settings() if settings is None else settings
@@ -173,12 +175,32 @@ def _prepare(
     top = settings.top_logprobs
     checks.require(top <= vocab_size, "top_logprobs", f"in [0, {vocab_size}]", top)
     if decoder is None:
-        decoder = sample(model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
+        decoder = decoder_of(model, settings, None if draft is None else draft[0])
     else:
-        checks.require(top == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", top)
+        for name, off in (("top_logprobs", 0), ("prompt_lookup", None), ("draft_length", None)):
+            value = getattr(settings, name)
+            checks.require(value == off, name, f"{off} beside a decoder (its factory takes it)", value)
+    if draft is not None:
+        size = _vocab_size(*draft)
+        checks.require(size == vocab_size, "draft", f"a model of the same {vocab_size} ids", size)
+        model, params = paired(model, draft[0]), (params, draft[1])
     cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)
     keys = keys_.row_keys(key, batch, row_ids)
     return _Plan(decoder, model, settings.size, settings.num_samples, cache_len), params, keys, prompt, rules
+
+
+def decoder_of(model: Model, settings: Settings, draft_model: Model | None = None) -> Decoder:
+    """The decoder that ``settings`` ask for. ValueError for drafts from two places, or from none."""
+    extras: Any = {"top_logprobs": settings.top_logprobs, "log_weight": settings.constrained}
+    size = settings.draft_length
+    if draft_model is not None:
+        looks = settings.prompt_lookup
+        checks.require(looks is None, "prompt_lookup", "None beside a draft model", looks)
+        return speculative(model, draft_model, **extras, **({} if size is None else {"draft_length": size}))
+    checks.require(size is None, "draft_length", "None without a draft model", size)
+    if settings.prompt_lookup is not None:
+        return prompt_lookup(model, draft_length=settings.prompt_lookup, **extras)
+    return sample(model, **extras)
 
 
 def _vocab_size(model: Model, params: Params) -> int:
@@ -199,12 +221,14 @@ def generate(
     cache_len: int | None = None,
     transform: LogitsTransform | None = None,
     decoder: Decoder | None = None,
+    draft: tuple[Model, Params] | None = None,
 ) -> Generated:
     """Decode a batch of prompts; jits itself, and may be called under jit (array prompts).
 
     prompts: lists of ids, or int [B,S] with ``lengths[B]`` and ``padding``. key: one, or one per row; None only if
     every temperature is concretely 0. row_ids: what each row's key is folded with (default 0 .. B-1), so that a row's
     output does not depend on its place. cache_len: slots per row. transform: stands before temperature and filters.
+    draft: a model over the same ids, and its params, that drafts what this one then judges (``speculative``).
     ValueError for bad input, before any compute. Settings that are traced and out of range end their row ``invalid``.
 
     >>> from jaxdecode.testing import markov_model
@@ -225,6 +249,7 @@ def generate(
         cache_len=cache_len,
         transform=transform,
         decoder=decoder,
+        draft=draft,
     )
     return _whole(*prepared)
 

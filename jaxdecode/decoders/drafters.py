@@ -15,15 +15,13 @@ from jaxdecode import keys as keys_
 from jaxdecode import kvcache, transforms
 from jaxdecode.base import Cache, Finish, Model, Params
 from jaxdecode.decoders import records
-from jaxdecode.decoders.pace import Cost
 from jaxdecode.decoders.records import SamplingState
 from jaxdecode.transforms import recurrence
 
 __all__ = ["Drafter", "Drafts", "from_history", "from_model"]
 
 LEAST_NGRAM = 2  # tokens that must repeat: one alone nearly always goes on in another way
-WINDOW = 2  # tokens a draft model takes at once: the last one, and one more after all drafted ones were accepted
-CHUNK = 32  # the same where it has not seen more of the text
+CHUNK = 8  # tokens at once where a draft model lags behind; XLA:CPU needs as long for fewer (more than one) or longer
 
 
 class Drafts(NamedTuple):
@@ -42,12 +40,13 @@ class Drafter(NamedTuple):
     """A source of drafts, as pure functions; ``cache`` and ``held[B]`` (tokens in it) are those of the draft model.
 
     ``find(state, wanted[B]) -> (count[B], hint)`` is cheap and runs at every step; ``draft(params, cache, held, state,
-    count, hint) -> (Drafts, cache, held)`` where some row drafts; ``cost(params, draft_params)`` reads shapes only.
+    count, hint) -> (Drafts, cache, held)`` where some row drafts; ``cost(params, draft_params)``, from shapes alone, is
+    that of drafting a token, in steps of the model.
     """
 
     find: Callable[[SamplingState, jax.Array], tuple[jax.Array, Any]]
     draft: Callable[..., tuple[Drafts, Cache, jax.Array]]
-    cost: Callable[[Params, Params], Cost]
+    cost: Callable[[Params, Params], float]
 
 
 # ---------------------------------------------------------------- the row's own history
@@ -72,14 +71,13 @@ def _copy(
     return Drafts(tokens, count, None, jnp.full(tokens.shape, jnp.inf, state.margin.dtype)), cache, held
 
 
-def _cost_of_lookup(params: Params, draft_params: Params) -> Cost:
-    """A pass over several tokens costs more than one over one, but hardly the more of them are drafted."""
-    return Cost(least=0.4, each=0.0)
+def _free(params: Params, draft_params: Params) -> float:
+    return 0.0
 
 
 def from_history(draft_length: int, max_ngram: int) -> Drafter:
     """Prompt lookup: what followed where the last n-gram of prompt and output stood before."""
-    return Drafter(functools.partial(_find, max_ngram), functools.partial(_copy, draft_length), _cost_of_lookup)
+    return Drafter(functools.partial(_find, max_ngram), functools.partial(_copy, draft_length), _free)
 
 
 # ---------------------------------------------------------------- another model
@@ -90,23 +88,19 @@ def _as_wanted(state: SamplingState, wanted: jax.Array) -> tuple[jax.Array, Any]
 def _feed(
     model: Model, params: Params, cache: Cache, tokens: jax.Array, held: jax.Array, count: jax.Array, size: int
 ) -> tuple[jax.Array, Cache]:
-    """The ``count[B]`` <= size tokens after the ``held[B]`` ones into the cache; logits [B,K,V] of the last.
-
-    K is 1 for a window, 0 for a chunk.
-    """
+    """The ``count[B]`` <= size tokens after the ``held[B]`` ones into the cache; logits [B,1,V] if it is one."""
     at = jnp.minimum(held[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :], tokens.shape[1] - 1)
-    last = jnp.maximum(count - 1, 0)[:, None]
-    logits_at = last if size == WINDOW else last[:, :0]
+    logits_at = jnp.zeros((tokens.shape[0], int(size == 1)), jnp.int32)
     return model.apply(params, jnp.take_along_axis(tokens, at, axis=1), cache, lengths=count, logits_at=logits_at)
 
 
 def _catch_up(
     model: Model, params: Params, cache: Cache, held: jax.Array, state: SamplingState, active: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """All but the last ``WINDOW`` tokens of ``active[B]`` rows in the cache: those that came while it rested."""
+    """All but the last token of ``active[B]`` rows in the cache: it lags after a draft without an error, and a rest."""
 
     def lags(held: jax.Array) -> jax.Array:
-        return active & (state.length - held > WINDOW)
+        return active & (state.length - held > 1)
 
     def chunk(carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
         cache, held = carry
@@ -143,8 +137,8 @@ def _write(
     def one(carry: Any) -> Any:
         j, copy, (cache, held), laws = carry
         busy, greedy = active(j, copy), copy.rules.greedy
-        lag = jnp.where(busy, copy.length - held, 0)
-        logits, cache = _feed(model, params, cache, copy.tokens, held, lag, WINDOW)
+        lag = busy.astype(jnp.int32)
+        logits, cache = _feed(model, params, cache, copy.tokens, held, lag, 1)
         copy, law = records.law(copy, logits[:, 0].astype(laws.dtype), greedy, busy)
 
         def draw(logits: jax.Array) -> transforms.Drawn:
@@ -168,16 +162,15 @@ def _write(
 
 def _vocab_size(model: Model, params: Params, cache: Cache, state: SamplingState) -> int:
     held = jnp.zeros_like(state.length)
-    return jax.eval_shape(lambda: _feed(model, params, cache, state.tokens, held, held, WINDOW)[0]).shape[-1]
+    return jax.eval_shape(lambda: _feed(model, params, cache, state.tokens, held, held, 1)[0]).shape[-1]
 
 
-def _cost_of_model(params: Params, draft_params: Params) -> Cost:
+def _share(params: Params, draft_params: Params) -> float:
     """A step costs what it reads: the weights. At most half, so that a large draft model is used where it is right."""
-    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(p)) for p in (params, draft_params)]
-    share = min(max(sizes[1] / max(sizes[0], 1), 0.05), 0.5)
-    return Cost(least=share, each=share)
+    own, draft = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(p)) for p in (params, draft_params))
+    return min(draft / max(own, 1), 0.5)
 
 
 def from_model(model: Model, draft_length: int) -> Drafter:
     """Drafts of another model over the same ids, drawn with the DRAFT stream of the row's key."""
-    return Drafter(_as_wanted, functools.partial(_write, model, draft_length), _cost_of_model)
+    return Drafter(_as_wanted, functools.partial(_write, model, draft_length), _share)

@@ -8,21 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-__all__ = ["Cost", "Pace", "start", "update", "wanted"]
+__all__ = ["Pace", "start", "update", "wanted"]
 
+JUDGE = 2.0  # a pass over a draft in plain steps: what it is on a CPU for one row, which is more than elsewhere
 FORGET = 0.5  # weight that the past keeps at every draft: what counts is the last few
 PAUSE, LONGEST_PAUSE = 16, 512  # tokens until a row that stopped tries again; twice as many after each vain try
-
-
-class Cost(NamedTuple):
-    """In steps of plain decoding: share of drafted tokens that must be right for drafts to pay; cost of one more."""
-
-    least: float
-    each: float
+TRY = 4  # tokens of such a try: fewer could not show that more are right
 
 
 class Pace(NamedTuple):
-    """Drafted tokens that were right and that were wrong, old ones counting less; when to try again; all [B]."""
+    """Drafted tokens that were right and drafts that went wrong, old ones counting less; when to try again; all [B]."""
 
     right: jax.Array
     wrong: jax.Array
@@ -31,28 +26,37 @@ class Pace(NamedTuple):
 
 
 def start(length: jax.Array, dtype: DTypeLike) -> Pace:
-    """Of rows about which nothing is known: two of three drafted tokens right."""
+    """Of rows about which nothing is known: four of five drafted tokens right."""
     one = jnp.ones(length.shape, dtype)
-    return Pace(one, one / 2, jnp.zeros_like(length), jnp.full_like(length, PAUSE))
+    return Pace(one, one / 4, jnp.zeros_like(length), jnp.full_like(length, PAUSE))
 
 
-def wanted(pace: Pace, length: jax.Array, draft_length: int, cost: Cost) -> jax.Array:
-    """Tokens to draft, [B]: 0 where drafts do not pay, unless it is time for another try.
+def _best(right: jax.Array, wrong: jax.Array, draft_length: int, cost: float) -> jax.Array:
+    """The number of drafts that gives the most tokens for the time, [B]; 0 where a plain step does.
 
-    With a share ``a`` of tokens right, the k-th of a draft counts with probability a^k: worth it while that is above
-    its cost.
+    With a share a of tokens right, k drafts give 1 + a + ... + a^k tokens for JUDGE + k ``cost`` plain steps.
     """
-    share = pace.right / (pace.right + pace.wrong)
-    most = jnp.log(jnp.asarray(cost.each, share.dtype)) / jnp.log(share)
-    count = jnp.floor(jnp.clip(jnp.where(jnp.isnan(most), draft_length, most), 1, draft_length)).astype(jnp.int32)
-    return jnp.where((share >= cost.least) | (length >= pace.retry), count, 0)
+    share = right / (right + wrong)
+    steps = jnp.arange(draft_length + 1, dtype=jnp.int32)
+    tokens = jnp.cumsum(share[:, None] ** steps[None, :].astype(share.dtype), axis=1)
+    time = jnp.where(steps == 0, 1, JUDGE + cost * steps.astype(share.dtype))
+    return jnp.argmax(tokens / time[None, :], axis=1).astype(jnp.int32)
 
 
-def update(pace: Pace, length: jax.Array, drafted: jax.Array, accepted: jax.Array, cost: Cost) -> Pace:
+def wanted(pace: Pace, length: jax.Array, draft_length: int, cost: float) -> jax.Array:
+    """Tokens to draft, [B]; ``cost``: of drafting one, in plain steps. Where it does not pay, a try now and then."""
+    best = _best(pace.right, pace.wrong, draft_length, cost)
+    attempt = min(TRY, draft_length) if cost else draft_length
+    return jnp.where(best > 0, best, jnp.where(length >= pace.retry, attempt, 0))
+
+
+def update(
+    pace: Pace, length: jax.Array, drafted: jax.Array, accepted: jax.Array, draft_length: int, cost: float
+) -> Pace:
     """After ``accepted[B]`` of ``drafted[B]`` tokens were right and the row has ``length[B]``; 0 drafted: unchanged."""
     right = FORGET * pace.right + accepted.astype(pace.right.dtype)
     wrong = FORGET * pace.wrong + (accepted < drafted).astype(pace.wrong.dtype)
-    pays = right / (right + wrong) >= cost.least
+    pays = _best(right, wrong, draft_length, cost) > 0
     new = Pace(
         right,
         wrong,

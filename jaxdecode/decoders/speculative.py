@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -188,7 +189,7 @@ def _speculate(parts: _Parts, params: Params, state: SpeculativeState, count: ja
         cache=parts.join(cache, draft_cache),
         held=jnp.minimum(held, new.length - 1),
         drafted=state.drafted + drafts.count,
-        pace=pace.update(state.pace, new.length, drafts.count, new.accepted - state.accepted, cost),
+        pace=pace.update(state.pace, new.length, drafts.count, new.accepted - state.accepted, parts.size, cost),
     )
 
 
@@ -201,7 +202,14 @@ def _kept(
     return model.apply(params, fed, before, lengths=taken, logits_at=fed[:, :0])[1]
 
 
-def _plain(parts: _Parts, params: Params, state: SpeculativeState, count: jax.Array, hint: Any) -> SpeculativeState:
+def _once(
+    when: jax.Array, fn: Callable[[SpeculativeState], SpeculativeState], state: SpeculativeState
+) -> SpeculativeState:
+    """``fn(state)`` if ``when``. A loop keeps the cache in place, where XLA:CPU copies what a conditional hands on."""
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(when), fn(c[1])), (when, state))[1]
+
+
+def _plain(parts: _Parts, params: Params, state: SpeculativeState) -> SpeculativeState:
     """One token of each row, as ``sample`` does it: the draft model rests."""
     own_params, _ = parts.split(params)
     cache, draft_cache = parts.split(state.cache)
@@ -216,8 +224,9 @@ def _step(parts: _Parts, params: Params, state: SpeculativeState) -> tuple[Specu
     wanted = pace.wanted(state.pace, state.length, parts.size, parts.drafter.cost(*parts.split(params)))
     wanted = jnp.where(running, jnp.minimum(wanted, room), 0)
     count, hint = parts.drafter.find(state, wanted)
-    both = (functools.partial(f, parts) for f in (_speculate, _plain))
-    new = lax.cond(jnp.any(count > 0), *both, params, state, count, hint)
+    drafting = jnp.any(count > 0)
+    new = _once(drafting, lambda s: _speculate(parts, params, s, count, hint), state)
+    new = _once(~drafting, lambda s: _plain(parts, params, s), new)
     steps = jnp.arange(parts.size + 1, dtype=jnp.int32)[None, :]
     taken = new.length - state.length
     real = steps < taken[:, None]
@@ -256,7 +265,7 @@ def _positive(value: int, what: str) -> int:
 
 
 def speculative(
-    model: Model, draft_model: Model, *, draft_length: int = 4, top_logprobs: int = 0, log_weight: bool = False
+    model: Model, draft_model: Model, *, draft_length: int = 7, top_logprobs: int = 0, log_weight: bool = False
 ) -> Decoder:
     """``sample`` with drafts of another model over the same ids: the same law, in fewer passes of ``model``.
 
@@ -269,7 +278,7 @@ def speculative(
 
 
 def prompt_lookup(
-    model: Model, *, draft_length: int = 8, max_ngram: int = 3, top_logprobs: int = 0, log_weight: bool = False
+    model: Model, *, draft_length: int = 7, max_ngram: int = 3, top_logprobs: int = 0, log_weight: bool = False
 ) -> Decoder:
     """``sample`` with drafts from the row's own prompt and output: what followed where its last tokens stood before.
 
