@@ -15,13 +15,28 @@ from jaxdecode import keys as keys_
 from jaxdecode import kvcache, transforms
 from jaxdecode.base import Cache, Finish, Model, Params
 from jaxdecode.decoders import records
+from jaxdecode.decoders.pace import Pace
 from jaxdecode.decoders.records import SamplingState
 from jaxdecode.transforms import recurrence
 
-__all__ = ["Drafter", "Drafts", "from_history", "from_model"]
+__all__ = ["Drafter", "Drafts", "SpeculativeState", "from_history", "from_model"]
 
-LEAST_NGRAM = 2  # tokens that must repeat: one alone nearly always goes on in another way
+LEAST_NGRAM = 2  # tokens that must repeat where drafts are right; elsewhere the longest n-gram must
 CHUNK = 8  # tokens at once where a draft model lags behind; XLA:CPU needs as long for fewer (more than one) or longer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpeculativeState(SamplingState):
+    """The record of ``sample``, and what drafting needs; with a draft model ``cache`` holds (its own, the draft's).
+
+    held[B]: tokens in the draft's cache; drafted, accepted [B]: tokens so far; pace: how they fared.
+    """
+
+    held: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    pace: Pace
 
 
 class Drafts(NamedTuple):
@@ -44,24 +59,31 @@ class Drafter(NamedTuple):
     that of drafting a token, in steps of the model.
     """
 
-    find: Callable[[SamplingState, jax.Array], tuple[jax.Array, Any]]
+    find: Callable[[SpeculativeState, jax.Array], tuple[jax.Array, Any]]
     draft: Callable[..., tuple[Drafts, Cache, jax.Array]]
     cost: Callable[[Params, Params], float]
 
 
 # ---------------------------------------------------------------- the row's own history
-def _find(max_ngram: int, state: SamplingState, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _find(max_ngram: int, state: SpeculativeState, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Where the longest end of the text (up to ``max_ngram`` tokens) stood before, of equals the last place."""
     most = jnp.where(wanted > 0, max_ngram, 0)
     length = recurrence.repeats(state.tokens, state.length, most)
     places = lax.broadcasted_iota(jnp.int32, length.shape, 1)
     longest = jnp.max(length, axis=1)
     place = jnp.max(jnp.where(length == longest[:, None], places, 0), axis=1)
-    return jnp.where(longest >= min(LEAST_NGRAM, max_ngram), wanted, 0), place
+    least = jnp.where(state.pace.retry == 0, min(LEAST_NGRAM, max_ngram), max_ngram)
+    return jnp.where(longest >= least, wanted, 0), place
 
 
 def _copy(
-    size: int, params: Params, cache: Cache, held: jax.Array, state: SamplingState, count: jax.Array, place: jax.Array
+    size: int,
+    params: Params,
+    cache: Cache,
+    held: jax.Array,
+    state: SpeculativeState,
+    count: jax.Array,
+    place: jax.Array,
 ) -> tuple[Drafts, Cache, jax.Array]:
     """The tokens that followed there; where they reach the end of the text it goes on in circles."""
     steps = jnp.arange(size, dtype=jnp.int32)[None, :]
@@ -81,7 +103,7 @@ def from_history(draft_length: int, max_ngram: int) -> Drafter:
 
 
 # ---------------------------------------------------------------- another model
-def _as_wanted(state: SamplingState, wanted: jax.Array) -> tuple[jax.Array, Any]:
+def _as_wanted(state: SpeculativeState, wanted: jax.Array) -> tuple[jax.Array, Any]:
     return wanted, ()
 
 
@@ -95,7 +117,7 @@ def _feed(
 
 
 def _catch_up(
-    model: Model, params: Params, cache: Cache, held: jax.Array, state: SamplingState, active: jax.Array
+    model: Model, params: Params, cache: Cache, held: jax.Array, state: SpeculativeState, active: jax.Array
 ) -> tuple[Cache, jax.Array]:
     """All but the last token of ``active[B]`` rows in the cache: it lags after a draft without an error, and a rest."""
 
@@ -116,7 +138,7 @@ def _write(
     params: Params,
     cache: Cache,
     held: jax.Array,
-    state: SamplingState,
+    state: SpeculativeState,
     count: jax.Array,
     hint: Any,
 ) -> tuple[Drafts, Cache, jax.Array]:
@@ -131,7 +153,7 @@ def _write(
     copy = dataclasses.replace(state, cache=(), top_ids=None, top_logprobs=None, log_weight=None)
     laws = jnp.zeros((batch, size, vocab_size), state.logprob.dtype)
 
-    def active(j: jax.Array, copy: SamplingState) -> jax.Array:
+    def active(j: jax.Array, copy: SpeculativeState) -> jax.Array:
         return (copy.finish == Finish.RUNNING) & (j < count)
 
     def one(carry: Any) -> Any:
@@ -160,7 +182,7 @@ def _write(
     return Drafts(tokens, copy.length - state.length, laws, margin), *kept
 
 
-def _vocab_size(model: Model, params: Params, cache: Cache, state: SamplingState) -> int:
+def _vocab_size(model: Model, params: Params, cache: Cache, state: SpeculativeState) -> int:
     held = jnp.zeros_like(state.length)
     return jax.eval_shape(lambda: _feed(model, params, cache, state.tokens, held, held, 1)[0]).shape[-1]
 

@@ -10,14 +10,18 @@ from jax.typing import DTypeLike
 
 __all__ = ["Pace", "start", "update", "wanted"]
 
-JUDGE = 2.0  # a pass over a draft in plain steps: what it is on a CPU for one row, which is more than elsewhere
+JUDGE = 2.2  # a pass over a draft in plain steps: what it is on a CPU for one row, which is more than elsewhere
 FORGET = 0.5  # weight that the past keeps at every draft: what counts is the last few
-PAUSE, LONGEST_PAUSE = 16, 512  # tokens until a row that stopped tries again; twice as many after each vain try
+PAUSE, LONGEST_PAUSE = 32, 512  # tokens until a row that stopped tries again; twice as many after each vain try
 TRY = 4  # tokens of such a try: fewer could not show that more are right
 
 
 class Pace(NamedTuple):
-    """Drafted tokens that were right and drafts that went wrong, old ones counting less; when to try again; all [B]."""
+    """Drafted tokens that were right and drafts that went wrong, old ones counting less; all [B].
+
+    retry: the length from which a row where drafts do not pay tries again, 0 where they pay; pause: the tokens until
+    the try after that.
+    """
 
     right: jax.Array
     wrong: jax.Array
@@ -26,9 +30,9 @@ class Pace(NamedTuple):
 
 
 def start(length: jax.Array, dtype: DTypeLike) -> Pace:
-    """Of rows about which nothing is known: four of five drafted tokens right."""
+    """Of rows about which nothing is known: half of the drafted tokens right, and a try at once."""
     one = jnp.ones(length.shape, dtype)
-    return Pace(one, one / 4, jnp.zeros_like(length), jnp.full_like(length, PAUSE))
+    return Pace(one, one, jnp.ones_like(length), jnp.full_like(length, PAUSE))
 
 
 def _best(right: jax.Array, wrong: jax.Array, draft_length: int, cost: float) -> jax.Array:
@@ -47,7 +51,7 @@ def wanted(pace: Pace, length: jax.Array, draft_length: int, cost: float) -> jax
     """Tokens to draft, [B]; ``cost``: of drafting one, in plain steps. Where it does not pay, a try now and then."""
     best = _best(pace.right, pace.wrong, draft_length, cost)
     attempt = min(TRY, draft_length) if cost else draft_length
-    return jnp.where(best > 0, best, jnp.where(length >= pace.retry, attempt, 0))
+    return jnp.where(pace.retry == 0, best, jnp.where(length >= pace.retry, attempt, 0))
 
 
 def update(

@@ -21,25 +21,10 @@ from jaxdecode import checks, kvcache, transforms
 from jaxdecode import keys as keys_
 from jaxdecode.base import Acceptance, Cache, Decoder, Finish, Generated, Model, Params, Prompt, Rules, StepInfo
 from jaxdecode.decoders import common, drafters, pace, records
-from jaxdecode.decoders.drafters import Drafter, Drafts
-from jaxdecode.decoders.records import SamplingState
+from jaxdecode.decoders.drafters import Drafter, Drafts, SpeculativeState
 from jaxdecode.decoders.sampling import plain_step
 
 __all__ = ["SpeculativeState", "paired", "prompt_lookup", "speculative"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SpeculativeState(SamplingState):
-    """The record of ``sample``, and what drafting needs; with a draft model ``cache`` holds (its own, the draft's).
-
-    held[B]: tokens in the draft's cache; drafted, accepted [B]: tokens so far; pace: see ``pace.Pace``.
-    """
-
-    held: jax.Array
-    drafted: jax.Array
-    accepted: jax.Array
-    pace: pace.Pace
 
 
 @functools.lru_cache(maxsize=256)
@@ -282,8 +267,8 @@ def prompt_lookup(
 ) -> Decoder:
     """``sample`` with drafts from the row's own prompt and output: what followed where its last tokens stood before.
 
-    max_ngram: the most last tokens that are looked for; two must be found (one if it is 1). The rest as for
-    ``speculative``, without a second model: params are those of ``model``.
+    max_ngram: the most last tokens that are looked for; fewer, at least two, will do while drafts are right. The rest
+    as for ``speculative``, without a second model: params are those of ``model``.
     """
     _positive(max_ngram, "max_ngram")
     return _decoder(model, None, _positive(draft_length, "draft_length"), max_ngram, top_logprobs, log_weight)
