@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxdecode._version import __version__
-from jaxdecode.cli.decoding import CONSTRAINTS, GroupedCommand, with_decoding
+from jaxdecode.cli.decoding import CONSTRAINTS, DRAFTS, GroupedCommand, with_decoding
 
 __all__ = ["MODELS", "app"]
 
@@ -78,6 +78,8 @@ def examples(*lines: str) -> str:
         'jaxdecode generate --max-new-tokens 5 --top-logprobs 3 "2 + 2 ="',
         'jaxdecode generate --chat --choices yes --choices no "Is the sky blue?"',
         'jaxdecode generate --repetition-penalty 1.2 --no-repeat-ngram 3 "Once upon a time"',
+        'jaxdecode generate --chat --prompt-lookup 7 "Repeat this text: ..."',
+        'jaxdecode generate --draft-quantize int8 "The capital of France is"',
         "echo 'Once upon a time' | jaxdecode generate --model toy --json --record run.json",
     ),
 )
@@ -114,6 +116,23 @@ def generate(
     stream: Annotated[bool, typer.Option(help="Print while writing, or all at the end.")] = True,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A smaller model of the same vocabulary that drafts.",
+            autocompletion=complete_model,
+            rich_help_panel=DRAFTS,
+        ),
+    ] = None,
+    draft_quantize: Annotated[
+        SchemeName | None,
+        typer.Option(help="Weights of the draft; alone: the model itself drafts with them.", rich_help_panel=DRAFTS),
+    ] = None,
+    draft_length: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="The most tokens a model drafts at once (7).", rich_help_panel=DRAFTS),
+    ] = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Continue a text, or answer it (--chat).
@@ -121,6 +140,7 @@ def generate(
     At temperature 0, the default, --seed and what cuts the law (--top-k, --top-p, --min-p, ...) change nothing.
     """
     from jaxdecode.cli.choices import Request
+    from jaxdecode.cli.drafting import Draft
     from jaxdecode.cli.generate import run
 
     constraints = {name: more.pop(name) for name in CONSTRAINTS if name in more}
@@ -148,6 +168,7 @@ def generate(
         json=json,
         stream=stream,
         compile_cache=not no_compile_cache,
+        draft=Draft(draft_model, draft_quantize, draft_length),
     )
     raise typer.Exit(run(prompt, request))
 

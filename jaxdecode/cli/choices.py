@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxdecode.cli.drafting import Draft
 from jaxdecode.cli.terminal import table, visible
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Request(NamedTuple):
 
     num_samples: None for one completion in no list. constraints: what was given of them, by name: a schema's
     file (once read, the schema), a pattern, texts. logprobs: tell them; top_logprobs: beside those of this many ids.
+    draft: another model that drafts.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Request(NamedTuple):
     json: bool
     stream: bool
     compile_cache: bool
+    draft: Draft = Draft()
 
     @property
     def streams(self) -> bool:
@@ -72,6 +75,8 @@ def choice(tokenizer: Tokenizer, written: Written, row: int, request: Request) -
     told = {"text": text.text, "tokens": text.tokens, "finish": written.finish[row], "completion_tokens": n}
     if out.log_weight is not None and request.settings["temperature"] > 0:
         told["log_weight"] = numbers(out.log_weight[row : row + 1])[0]
+    if out.acceptance is not None:
+        told["acceptance"] = {name: int(x[row]) for name, x in out.acceptance._asdict().items()}
     if request.logprobs:
         told["logprobs"] = numbers(out.logprob[row, :n])
         told["processed_logprobs"] = numbers(out.processed_logprob[row, :n])

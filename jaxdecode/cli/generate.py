@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import typer
 
-from jaxdecode.cli import constraining
+from jaxdecode.cli import constraining, drafting
 from jaxdecode.cli.choices import CANCELLED, FAILURES, Request, Written, choice, log_probabilities
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import TEXTS, fields
@@ -18,6 +18,7 @@ from jaxdecode.cli.record import recorded
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
 
 if TYPE_CHECKING:
+    from jaxdecode.base import Model, Params
     from jaxdecode.checkpoint import Loaded
     from jaxdecode.text.tokenizer import Tokenizer
 
@@ -42,10 +43,11 @@ def run(prompt: str | None, request: Request) -> int:
             request = request._replace(constraints=constraining.read(request.constraints))
             how: Any = {"dtype": request.dtype, "quantize": request.quantize}
             loaded = jaxdecode.load(request.model, **how, progress=progress)
+            draft = drafting.load_draft(loaded, request.model, request.draft, request.dtype, progress)
             request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
             grammar = constraining.compiled(loaded, request.constraints, progress)
-        written = write(loaded, ids, grammar, request, progress)
+        written = write(loaded, ids, grammar, request, progress, draft)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
         if target is not None:
             with bad_input():
@@ -68,11 +70,13 @@ def check(request: Request) -> None:
     if "" in request.stops:
         raise BadInput("--stop: expected a text, got an empty one")
     constraining.check(request.constraints, request.stops)
+    drafting.check(request.draft, request.settings)
 
 
 def settings_of(request: Request) -> dict[str, Any]:
     """Fields of ``Settings``."""
-    return {**request.settings, "num_samples": request.num_samples or 1, "top_logprobs": request.top_logprobs}
+    more = {"num_samples": request.num_samples or 1, "top_logprobs": request.top_logprobs}
+    return {**request.settings, **more, "draft_length": request.draft.length}
 
 
 def read_prompt(argument: str | None) -> str:
@@ -99,7 +103,14 @@ def encode(loaded: Loaded, text: str, request: Request) -> list[int]:
     return loaded.tokenizer.chat([*system, {"role": "user", "content": text}])
 
 
-def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Request, progress: Progress) -> Written:
+def write(
+    loaded: Loaded,
+    ids: list[int],
+    grammar: dict[str, Any],
+    request: Request,
+    progress: Progress,
+    draft: tuple[Model, Params] | None = None,
+) -> Written:
     """Decode after ``ids``, one step at a time, printing the pieces if it streams; Ctrl-C ends it early."""
     import jax
 
@@ -122,9 +133,9 @@ def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Requ
         with bad_input():
             settings = loaded.settings(**settings_of(request), **grammar)
             key = jax.random.key(request.seed)
-            decoder, state = start(loaded.model, loaded.params, [ids], key=key, settings=settings)
+            decoder, state = start(loaded.model, loaded.params, [ids], key=key, settings=settings, draft=draft)
         keys = np.asarray(jax.random.key_data(state.keys)).reshape(rows, -1).tolist()
-        steps = Steps(decoder, loaded.params, state)
+        steps = Steps(decoder, loaded.params if draft is None else (loaded.params, draft[1]), state)
         while not interrupted() and (step := next(steps, None)) is not None:
             info = jax.device_get(step)
             for row, text in enumerate(texts):
@@ -152,3 +163,5 @@ def tell(tokenizer: Tokenizer, choices: list[dict[str, Any]], prompt_tokens: int
         show("\n" if request.streams else told["text"] + "\n")
         if request.logprobs:
             typer.echo("\n" + log_probabilities(tokenizer, told), nl=False)
+    if (line := drafting.acceptance(choices)) is not None:
+        typer.echo(line, err=True)
