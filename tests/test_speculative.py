@@ -19,7 +19,7 @@ from jaxdecode.session import Session
 from jaxdecode.testing import count_compilations, markov_model
 
 MODEL = markov_model()
-N, ROWS = 4, 4000
+N, ROWS = 4, 1500
 RNG = np.random.default_rng(12)
 DRAFTS = {
     "good": TABLE + RNG.normal(size=TABLE.shape).astype(np.float32) * np.float32(0.3),
@@ -55,7 +55,7 @@ def options() -> jd.Settings:
 
 @functools.cache
 def drawn(draft: str, noise: float = 0.0) -> jd.Generated:
-    """36,000 rows of nine rules; one compiled program for every draft model. noise: added to all logits."""
+    """13,500 rows of nine rules; one compiled program for every draft model. noise: added to all logits."""
     table, own = (moved(x, noise) for x in (TABLE, DRAFTS.get(draft, TABLE)))
     lengths = np.array([len(p) for p in PROMPTS])[GROUP]
     how: Any = {"draft": (MODEL, own), "decoder": jd.speculative(MODEL, MODEL, draft_length=3)}
@@ -132,7 +132,7 @@ def test_S9_4_constrained_sequences_and_their_weights(draft: bool) -> None:
     how: Any = {"draft": (MODEL, DRAFTS["bad"])} if draft else {}
     more: Any = {"draft_length": 3} if draft else {"prompt_lookup": 3}
     settings = jd.Settings(max_new_tokens=6, eos=[end], choices=[list(c) for c in choices], **more)
-    prompts = np.tile(np.array([[0, 1, 1, 1, 0, 1]], np.int32), (8000, 1))
+    prompts = np.tile(np.array([[0, 1, 1, 1, 0, 1]], np.int32), (3000, 1))
     out = jd.generate(MODEL, jnp.asarray(TABLE), prompts, key=jax.random.key(8), settings=settings, **how)
     law, weight = {}, {}
     for c in choices:
@@ -143,7 +143,7 @@ def test_S9_4_constrained_sequences_and_their_weights(draft: bool) -> None:
             on = {(*o, end)[i] for o in choices if o[:i] == c[:i]}
             chance, mass, history = chance * p[token] / p[list(on)].sum(), mass + np.log(p[list(on)].sum()), token
         law[(*c, end)], weight[(*c, end)] = chance, mass
-    found = outputs(out, np.ones(8000, bool))
+    found = outputs(out, np.ones(3000, bool))
     assert p_value(found, law) > 1e-3
     np.testing.assert_allclose(out.log_weight, [weight[s] for s in found], atol=1e-5)
     assert out.acceptance is not None
@@ -155,35 +155,41 @@ CIRCLE = np.full((6, 6), -4, np.float32)
 CIRCLE[np.arange(6), (np.arange(6) + 1) % 6] = 4  # greedy counts up, and round
 
 
-def circle(settings: jd.Settings, **how: Any) -> jd.Generated:
-    return jd.generate(MODEL, jnp.asarray(CIRCLE), [[0, 1, 2, 3, 4, 5, 0], [2], [5, 0, 1, 2]], settings=settings, **how)
+def circle(settings: jd.Settings, prompts: Any = ((0,), (5, 0)), **how: Any) -> jd.Generated:
+    return jd.generate(MODEL, jnp.asarray(CIRCLE), prompts, settings=settings, **how)
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {"max_new_tokens": np.array([20, 13, 1])},
-        {"max_new_tokens": 20, "eos": np.array([[4], [1], [-1]])},
-        {"max_new_tokens": 20, "stop": [[[3, 4]], [[5]], [[1, 2, 3]]]},
-        {"max_new_tokens": 9, "eos": [0], "min_new_tokens": np.array([8, 2, 0])},
-        {"max_new_tokens": 0},
-    ],
-    ids=["limits", "ends", "stops", "least", "none"],
-)
-def test_tokens_after_an_end_a_stop_or_the_limit_are_dropped(rules: dict[str, Any]) -> None:
-    cold = jd.Settings(temperature=0, **rules)
-    plain = circle(cold)
+def test_tokens_after_an_end_a_stop_or_the_limit_are_dropped() -> None:
+    """Rows that a limit, an end id (soon, and no sooner than allowed) or a stop sequence cuts inside a draft."""
+    cold: dict[str, Any] = {
+        "temperature": 0,
+        "max_new_tokens": np.array([20, 13, 1, 20, 20, 20, 20]),
+        "eos": np.array([[-1], [-1], [-1], [4], [1], [-1], [-1]]),
+        "min_new_tokens": np.array([0, 0, 0, 0, 9, 0, 0]),
+        "stop": [[], [], [], [], [], [[3, 4]], [[9, 9], [1, 2, 3]]],
+    }
+    prompts = [[0, 1, 2, 3, 4, 5, 0], [2], [5, 0, 1, 2]] * 2 + [[1, 2, 3, 4, 5, 0, 1]]
+    plain = circle(jd.Settings(**cold), prompts)
+    assert len(set(plain.length.tolist())) > 4
     wrong = np.roll(CIRCLE, 1, axis=1)
-    looked = circle(jd.Settings(temperature=0, prompt_lookup=5, **rules))
-    for out in (looked, *(circle(cold, draft=(MODEL, jnp.asarray(d))) for d in (CIRCLE, wrong))):
+    looked = circle(jd.Settings(**cold, prompt_lookup=5), prompts)
+    drafted = [circle(jd.Settings(**cold), prompts, draft=(MODEL, jnp.asarray(d))) for d in (CIRCLE, wrong)]
+    for out in (looked, *drafted):
         for field in ("tokens", "length", "finish", "logprob", "processed_logprob", "margin", "set_margin"):
             np.testing.assert_array_equal(getattr(out, field), getattr(plain, field), field)
+
+
+def test_no_token_at_all() -> None:
+    out = circle(jd.Settings(temperature=0, max_new_tokens=0, prompt_lookup=2))
+    assert out.to_lists() == [[], []]
+    assert out.finish.tolist() == [jd.Finish.LENGTH] * 2
 
 
 def test_a_draft_that_is_the_model_is_always_accepted_and_a_useless_one_hardly_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(pace, "PAUSE", 32)
+    monkeypatch.setattr(pace, "LONGEST_PAUSE", 512)
     prompts = np.resize(np.arange(4), (64, 1))
     settings = jd.Settings(
         max_new_tokens=200, temperature=np.resize(np.array([0, 1, 2], np.float32), 64), draft_length=6
@@ -239,26 +245,23 @@ def test_settings_that_are_traced_and_out_of_range_end_their_row() -> None:
 
 # ---------------------------------------------------------------- a KV cache that is cut, shared and caught up with
 CONFIG = TransformerConfig(
-    vocab_size=24, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_mlp=24, context_length=256
+    vocab_size=24, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, d_mlp=24, context_length=256
 )
-SMALL = TransformerConfig(**{**vars(CONFIG), "n_layers": 1})
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-def test_a_transformer_writes_the_same_with_any_draft(samples: int) -> None:
+def test_a_transformer_writes_the_same_with_any_draft() -> None:
+    """Two samples of each prompt, so that its keys and values are shared by both, in both caches."""
     model, params = transformer(CONFIG), init_params(CONFIG, jax.random.key(3))
     prompts = [[1, 2, 3, 4, 1, 2, 3], [5], [7, 8, 7, 8, 9]]
-    temperature = np.array([0.0, 0.0, 0.0], np.float32)
-    common: Any = {"max_new_tokens": np.array([40, 30, 40]), "temperature": temperature, "num_samples": samples}
-    plain = jd.generate(model, params, prompts, settings=jd.Settings(**common))
-    drafts = {
+    rules: Any = {"max_new_tokens": np.array([40, 30, 40]), "temperature": 0, "num_samples": 2}
+    plain = jd.generate(model, params, prompts, settings=jd.Settings(**rules))
+    drafts: dict[str, Any] = {
         "history": {},
         "int8": {"draft": (model, jd.quantize(params, "int8"))},
-        "small": {"draft": (transformer(SMALL), init_params(SMALL, jax.random.key(4)))},
         "table": {"draft": (MODEL, jax.random.normal(jax.random.key(5), (24, 24)))},
     }
-    for name, how in drafts.items() if samples == 1 else [("int8", drafts["int8"])]:
-        settings = jd.Settings(**common, **({"prompt_lookup": 5} if name == "history" else {"draft_length": 3}))
+    for name, how in drafts.items():
+        settings = jd.Settings(**rules, **({} if how else {"prompt_lookup": 5}))
         out = jd.generate(model, params, prompts, settings=settings, **how)
         np.testing.assert_array_equal(out.tokens, plain.tokens, name)
         np.testing.assert_array_equal(out.finish, plain.finish)
@@ -266,10 +269,9 @@ def test_a_transformer_writes_the_same_with_any_draft(samples: int) -> None:
             np.testing.assert_allclose(getattr(out, field), getattr(plain, field), atol=2e-5, rtol=1e-4)
         assert out.acceptance is not None
         tried, kept = (np.asarray(x) for x in out.acceptance)
-        assert tried.shape == plain.length.shape
-        assert (tried > 0).all()
-        if name == "int8":
-            assert kept.sum() > tried.sum() / 2
+        assert tried.shape == plain.length.shape == (3, 2)
+        assert tried.sum() > 0
+        assert name != "int8" or kept.sum() > tried.sum() / 2
 
 
 def test_a_table_judges_what_a_transformer_drafts() -> None:

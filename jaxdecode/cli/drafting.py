@@ -56,9 +56,7 @@ def _check_tokens(loaded: Loaded, other: Loaded) -> None:
     for i in range(min(loaded.tokenizer.vocab_size, sizes[0])):
         mine, its = (x.tokenizer.id_to_bytes(i, skip_special_tokens=False) for x in (loaded, other))
         if mine != its:
-            raise ValueError(
-                f"--draft-model: expected the model's vocabulary, whose token {i} is {mine!r}, got {its!r}"
-            )
+            raise ValueError(f"--draft-model: expected a vocabulary whose token {i} is {mine!r}, got {its!r}")
 
 
 def acceptance(choices: list[dict[str, Any]]) -> str | None:
