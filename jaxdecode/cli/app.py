@@ -245,6 +245,7 @@ def inspect(
     epilog=examples(
         "jaxdecode bench",
         "jaxdecode bench --batch-sizes 1,8,32 --modes greedy,top_p --floor",
+        "jaxdecode bench --batch-sizes 1 --modes speculative",
         "jaxdecode bench --prompt-lengths 16,512 --new-tokens 64 --runs 5 --json model.gguf",
     )
 )
@@ -255,7 +256,9 @@ def bench(
     batch_sizes: Annotated[str, typer.Option(metavar="B,...", help="Rows decoded together.")] = "1,8",
     prompt_lengths: Annotated[str, typer.Option(metavar="S,...", help="Tokens of every prompt.")] = "16",
     new_tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens written by every row, at least 2.")] = "64",
-    modes: Annotated[str, typer.Option(metavar="MODE,...", help="Of: greedy, top_p, int8, int8_weights.")] = "greedy",
+    modes: Annotated[
+        str, typer.Option(metavar="MODE,...", help="Of: greedy, top_p, int8, int8_weights, speculative.")
+    ] = "greedy",
     cache_len: Annotated[
         int | None, typer.Option(metavar="T", min=1, help="Slots a row in the cache; enough if not given.")
     ] = None,
