@@ -45,6 +45,8 @@ NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")
 ]
 
+MODES_HELP = "Of: greedy, top_p, int8, int8_weights, lookup_copy, lookup_fresh. speculative: the last two."
+
 app = typer.Typer(
     help="Text from language models, by exact decoding in JAX.",
     pretty_exceptions_enable=False,
@@ -256,9 +258,7 @@ def bench(
     batch_sizes: Annotated[str, typer.Option(metavar="B,...", help="Rows decoded together.")] = "1,8",
     prompt_lengths: Annotated[str, typer.Option(metavar="S,...", help="Tokens of every prompt.")] = "16",
     new_tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens written by every row, at least 2.")] = "64",
-    modes: Annotated[
-        str, typer.Option(metavar="MODE,...", help="Of: greedy, top_p, int8, int8_weights, speculative.")
-    ] = "greedy",
+    modes: Annotated[str, typer.Option(metavar="MODE,...", help=MODES_HELP)] = "greedy",
     cache_len: Annotated[
         int | None, typer.Option(metavar="T", min=1, help="Slots a row in the cache; enough if not given.")
     ] = None,
