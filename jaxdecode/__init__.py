@@ -10,6 +10,7 @@ from jaxdecode._version import __version__
 if TYPE_CHECKING:
     from jaxdecode import constraints, testing
     from jaxdecode.base import (
+        Acceptance,
         Decoder,
         Finish,
         Generated,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     )
     from jaxdecode.checkpoint import Loaded, load, save
     from jaxdecode.composition import combine, contrastive, guidance, product, uncached
-    from jaxdecode.decoders import beam, greedy, sample
+    from jaxdecode.decoders import beam, greedy, prompt_lookup, sample, speculative
     from jaxdecode.generation import generate, prefill
     from jaxdecode.loop import run, run_until_done, stream
     from jaxdecode.quant import QTensor, dequantize, quantize
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Acceptance",
     "Context",
     "Decoder",
     "Finish",
@@ -105,6 +107,7 @@ __all__ = [
     "prefill",
     "presence_penalty",
     "product",
+    "prompt_lookup",
     "put_rows",
     "quantize",
     "repeat_rows",
@@ -114,6 +117,7 @@ __all__ = [
     "sample",
     "save",
     "score",
+    "speculative",
     "stream",
     "take_rows",
     "temperature",
@@ -128,10 +132,12 @@ __all__ = [
 
 # Where each name lives. It is imported when first used, so that `jaxdecode --help` and the version cost no jax.
 _HOME = {
-    "base": "Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows",
+    "base": (
+        "Acceptance Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows"
+    ),
     "checkpoint": "Loaded load save",
     "composition": "combine contrastive guidance product uncached",
-    "decoders": "beam greedy sample",
+    "decoders": "beam greedy prompt_lookup sample speculative",
     "generation": "generate prefill",
     "loop": "run run_until_done stream",
     "quant": "QTensor dequantize quantize",

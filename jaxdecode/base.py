@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxdecode.transforms.core import LogitsTransform
 
 __all__ = [
+    "Acceptance",
     "Bounded",
     "Cache",
     "Decoder",
@@ -119,6 +120,13 @@ class Rules:
     length_power: jax.Array | None = None
 
 
+class Acceptance(NamedTuple):
+    """Of speculative decoding: tokens drafted and, of these, accepted, [B] each."""
+
+    drafted: jax.Array
+    accepted: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Generated:
@@ -129,7 +137,7 @@ class Generated:
     far the choice was from another one; logits for greedy rows, probability otherwise), finish[B] (``Finish``).
     Past ``length`` log probabilities are 0 and margins +inf. top_ids[B,N,n], top_logprobs[B,N,n]: the n likeliest ids
     of the raw law at every step, if asked for. log_weight[B]: under a constraint, the log of a sampled row's importance
-    weight. With several samples per prompt every field has an axis K after B.
+    weight. acceptance: what became of drafts. With several samples per prompt every field has an axis K after B.
 
     Beams are several too, best first: score[B,K], of which the first ``count[B]`` exist. certified[B]: the first is
     proven to be a best sequence there is, and certificate_gap[B] by how much (S2.8; NaN: nothing is known).
@@ -151,6 +159,7 @@ class Generated:
     certified: jax.Array | None = None
     certificate_gap: jax.Array | None = None
     gumbel: jax.Array | None = None
+    acceptance: Acceptance | None = None
 
     def to_lists(self) -> list[Any]:
         """Output ids of every row, the end token included; a list of such lists per prompt if there is an axis K.

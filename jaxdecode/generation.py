@@ -14,12 +14,13 @@ import numpy as np
 from jaxdecode import checks, kvcache
 from jaxdecode import keys as keys_
 from jaxdecode.base import Bounded, Cache, Decoder, Generated, Model, Params, Prompt, Rules, repeat_rows
-from jaxdecode.decoders import beam, common, sample
+from jaxdecode.decoders import beam, common, prompt_lookup, sample, speculative
+from jaxdecode.decoders.speculation import paired
 from jaxdecode.loop import run_until_done
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import LogitsTransform
 
-__all__ = ["Settings", "as_prompt", "generate", "prefill", "start", "vocab_size_of"]
+__all__ = ["Settings", "as_prompt", "decoder_of", "generate", "prefill", "start", "vocab_size_of"]
 
 
 def length_class(n: int) -> int:
@@ -162,6 +163,7 @@ def _prepare(
     cached: Any = None,
     transform: LogitsTransform | None = None,
     decoder: Decoder | None = None,
+    draft: tuple[Model, Params] | None = None,
 ) -> tuple[_Plan, Params, Cache | None, jax.Array, Prompt, Rules]:
     """Check and convert the arguments of ``generate`` into those of the compiled program."""
     settings = Settings() if settings is None else settings
@@ -177,10 +179,16 @@ def _prepare(
     top = settings.top_logprobs
     checks.require(top <= vocab_size, "top_logprobs", f"in [0, {vocab_size}]", top)
     if decoder is None:
-        decoder = _decoder(model, settings)
+        decoder = decoder_of(model, settings, None if draft is None else draft[0])
     else:
-        checks.require(top == 0, "top_logprobs", "0 beside a decoder (its factory takes it)", top)
-        checks.require(settings.width is None, "beams, without_replacement", "neither beside a decoder", settings.width)
+        for name, off in (("top_logprobs", 0), ("prompt_lookup", None), ("draft_length", None), ("width", None)):
+            value = getattr(settings, name)
+            what = name if name != "width" else "beams, without_replacement"
+            checks.require(value == off, what, f"{off} beside a decoder (its factory takes it)", value)
+    if draft is not None:
+        size = vocab_size_of(*draft)
+        checks.require(size == vocab_size, "draft", f"a model of the same {vocab_size} ids", size)
+        model, params = paired(model, draft[0]), (params, draft[1])
     if cache is None:
         checks.require(cached is None, "cached", "none without a cache", cached)
         cache_len = _cache_len(model, params, prompt, rules.limit, settings.size, cache_len)
@@ -193,11 +201,24 @@ def _prepare(
     return _Plan(decoder, model, settings.size, samples, cache_len or 0), params, cache, keys, prompt, rules
 
 
-def _decoder(model: Model, settings: Settings) -> Decoder:
-    """The strategy that the static settings ask for."""
-    if settings.width is not None:
-        return beam(model, width=settings.width, sampled=settings.without_replacement)
-    return sample(model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
+def decoder_of(model: Model, settings: Settings, draft_model: Model | None = None) -> Decoder:
+    """The decoder that ``settings`` ask for. ValueError for drafts from two places, or from none, or for beams."""
+    extras: Any = {"top_logprobs": settings.top_logprobs, "log_weight": settings.constrained}
+    size, looks, width = settings.draft_length, settings.prompt_lookup, settings.width
+    if width is not None:
+        given = "a draft model" if draft_model is not None else "prompt_lookup"
+        checks.require(
+            draft_model is None and looks is None, "beams, without_replacement", "no drafts beside it", given
+        )
+        return beam(model, width=width, sampled=settings.without_replacement)
+    if draft_model is not None:
+        checks.require(looks is None, "prompt_lookup", "None beside a draft model", looks)
+        lengths: Any = {} if size is None else {"draft_length": size}
+        return speculative(model, draft_model, **extras, **lengths)
+    checks.require(size is None, "draft_length", "None without a draft model", size)
+    if looks is not None:
+        return prompt_lookup(model, draft_length=looks, **extras)
+    return sample(model, **extras)
 
 
 def _continued(
@@ -255,6 +276,7 @@ def generate(
     cached: Any = None,
     transform: LogitsTransform | None = None,
     decoder: Decoder | None = None,
+    draft: tuple[Model, Params] | None = None,
 ) -> Generated:
     """Decode a batch of prompts; jits itself, and may be called under jit (array prompts).
 
@@ -262,7 +284,8 @@ def generate(
     every temperature is concretely 0. row_ids: what each row's key is folded with (default 0 .. B-1), so that a row's
     output does not depend on its place. cache_len: slots per row. cache: one that ``prefill`` made, of the first
     ``cached[B]`` tokens of each prompt (default: all but the last), so that these are not processed again.
-    transform: stands before temperature and filters.
+    transform: stands before temperature and filters. draft: a model over the same ids, and its params, that drafts what
+    this one then judges (``speculative``).
     ValueError for bad input, before any compute. Settings that are traced and out of range end their row ``invalid``.
 
     >>> from jaxdecode.testing import markov_model
@@ -285,6 +308,7 @@ def generate(
         cached=cached,
         transform=transform,
         decoder=decoder,
+        draft=draft,
     )
     return _whole(*prepared)
 

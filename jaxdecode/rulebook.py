@@ -29,7 +29,9 @@ class Settings:
     top_logprobs: likeliest ids
     to record at every step. regex, json_schema, choices: a compiled grammar (one of them; ``choices`` may be lists of
     ids) that the output, closed by an end id, has to match. prefix: ids that the output begins with, or one list of
-    them per row. docs/settings.md defines all others and their order. ValueError for anything out of range.
+    them per row. prompt_lookup: the most tokens to draft from a row's own history, None: no drafts; draft_length: the
+    most that a draft model drafts. docs/settings.md defines all others and their order. ValueError for anything out of
+    range.
     """
 
     max_new_tokens: Any = 128
@@ -67,6 +69,8 @@ class Settings:
     beams: int | None = None
     length_penalty: Any = 0.0
     top_logprobs: int = 0
+    prompt_lookup: int | None = None
+    draft_length: int | None = None
 
     def __post_init__(self) -> None:
         checks.require(
@@ -78,6 +82,10 @@ class Settings:
         for name, least in (("num_samples", 1), ("top_logprobs", 0)):
             value = getattr(self, name)
             checks.require(type(value) is int and value >= least, name, f"a whole number >= {least}", value)
+        for name in ("prompt_lookup", "draft_length"):
+            value = getattr(self, name)
+            known = value is None or (type(value) is int and value >= 1)
+            checks.require(known, name, "a whole number >= 1, or None", value)
         check_constraints(self.regex, self.json_schema, self.choices, self.stop)
         processing.check_numbers(self)
         self._check_beams()

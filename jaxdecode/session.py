@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxdecode import checks, keys, kvcache
 from jaxdecode.base import Cache, Decoder, Finish, Generated, Model, Params, Prompt, StepInfo
-from jaxdecode.decoders import common, sample
+from jaxdecode.decoders import common
+from jaxdecode.generation import decoder_of
 from jaxdecode.rulebook import Settings
 
 __all__ = ["Session", "Steps", "capacity_class", "common_prefix", "rolled_back"]
@@ -142,6 +143,7 @@ class Session:
         capacity = capacity_class(len(prompt) + n, self.context)
         ids = np.asarray(prompt)
         checks.token_ids(ids, self.vocab_size, "prompt")
+        decoder = decoder_of(self.model, settings)
         rules = settings.rules(1, self.vocab_size)
         rules = dataclasses.replace(rules, limit=jnp.minimum(rules.limit, n))
         if key is None:
@@ -152,7 +154,6 @@ class Session:
         cache, self._cache = self._cache, None
         padded = np.pad(ids, (0, self.capacity - len(ids))).astype(np.int32)[None]
         arrays = Prompt(*(jnp.asarray(x, jnp.int32) for x in (padded, [len(ids)], [len(ids) - 1])))
-        decoder = sample(self.model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
         state = decoder.init(self.params, row_keys, arrays, rules, max_new_tokens=n, cache=cache)
         self._steps = Steps(decoder, self.params, state)
         return self._steps

@@ -30,6 +30,7 @@ UNOPTIMIZED = (
     "models_from_models",
 )
 UNOPTIMIZED += ("processing_bad_input", "scoring", "session", "settings")
+NOW = pytest.StashKey[bool]()  # whether programs are unoptimized at present
 # Files that compile next to nothing come last: short and many, they keep all workers busy to the end.
 LAST = ("cli_terminal", "constraint_languages", "hub", "layers", "package", "tokenizer")
 
@@ -54,9 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_as_the_file_asks(request: pytest.FixtureRequest) -> None:
     unoptimized = _unoptimized(request.path)
-    if jax.config.jax_disable_most_optimizations != unoptimized:
+    if request.config.stash.get(NOW, False) != unoptimized:
         jax.clear_caches()
         jax.config.update("jax_disable_most_optimizations", unoptimized)
+        request.config.stash[NOW] = unoptimized
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -171,6 +171,8 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             search(**settings)
     decoder = jd.beam(MODEL, width=2)
+    with pytest.raises(ValueError, match="no drafts"):
+        search(prompt_lookup=3)
     with pytest.raises(ValueError, match="beside a decoder"):
         generate(MODEL, TABLE, PROMPTS, decoder=decoder, settings=Settings(beams=2))
     with pytest.raises(ValueError, match="no filters"):

@@ -18,6 +18,7 @@ from cli_tools import ROOT, assert_bad, call
 import jaxdecode as jd
 from jaxdecode import benchmark
 from jaxdecode.benchmark import Case, Machine, report, work
+from jaxdecode.benchmark.texts import text_ids
 from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
 
 TIED = TransformerConfig(
@@ -27,6 +28,7 @@ UNTIED = TransformerConfig(**{**vars(TIED), "tied": False, "n_kv_heads": 1})
 CASES = [Case("top_p", 3, 5, 4), Case("greedy", 3, 5, 4), Case("greedy", 2, 1, 7, cache_len=48)]
 TIMES = {"step_seconds", "first_token_seconds", "whole_seconds", "compile_seconds"}
 MAY_BE_NONE = {"tokens_per_second", "step_seconds", "prefill_seconds", "prefill_tokens_per_second", "floor_fraction"}
+MAY_BE_NONE |= {"times_greedy"}
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +200,14 @@ def test_json_is_one_object_equal_but_for_what_is_measured() -> None:
     assert [(row["mode"], row["batch"]) for row in told["rows"]] == [("greedy", 2), ("top_p", 2)]
     assert {row["bytes_per_step"] for row in told["rows"]} == {None}, "a table has no such counts"
     assert without_times(bench(*TOY)) == without_times(told)
+
+
+def test_prompt_lookup_is_held_against_greedy_on_prompts_of_its_own() -> None:
+    told = bench("toy", "--batch-sizes", "2", "--prompt-lengths", "4,5", "--new-tokens", "8", "--modes", "speculative")
+    assert [row["mode"] for row in told["rows"]] == ["lookup_copy", "lookup_fresh"]
+    asked = [len(text_ids(jd.load("toy").tokenizer, name, 257)) for name in ("copy", "fresh")]
+    assert [row["prompt"] for row in told["rows"]] == asked
+    assert all(row["times_greedy"] is None or row["times_greedy"] > 0 for row in told["rows"])
 
 
 def test_the_table_for_a_reader_has_a_line_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

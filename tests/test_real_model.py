@@ -102,6 +102,16 @@ def test_goldens_alone_in_a_larger_allocation(loaded: jd.Loaded) -> None:
         check(decode(loaded, loaded.params, n=NEW // 2, cache_len=200, **padded([i], 0, "right")), [half])
 
 
+def test_goldens_with_drafts_of_the_text_so_far(loaded: jd.Loaded) -> None:
+    """One step judges eight tokens of every row; a few rows, since that is dear for many on a CPU."""
+    rows = [1, 4, 6]
+    settings = loaded.settings(max_new_tokens=NEW, temperature=0.0, prompt_lookup=7)
+    out = jd.generate(loaded.model, loaded.params, [PROMPTS[i] for i in rows], settings=settings)
+    check(out, [GOLDENS[i] for i in rows])
+    assert out.acceptance is not None
+    assert np.asarray(out.acceptance.accepted).sum() > 0
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def forced(model: jd.Model, params: Any, tokens: Any, lengths: Any, at: Any) -> jax.Array:
     """Logits of one pass over whole texts."""

@@ -9,6 +9,7 @@ import jax
 
 from jaxdecode.base import Params
 from jaxdecode.benchmark.machine import measure_machine, peak_bytes, reset_peak
+from jaxdecode.benchmark.texts import text_ids
 from jaxdecode.benchmark.timing import MODES, Case, Times, measure
 from jaxdecode.benchmark.work import Work, numpy_seconds, work_of
 from jaxdecode.checks import require
@@ -60,6 +61,7 @@ def bench(
     for scheme in schemes:
         progress("loading", len(rows) / len(cases))
         loaded = load(scheme)
+        cases = [_with_its_prompt(loaded, case) for case in cases]
         for case in cases:
             case.check(loaded.config.context_length)
         for i, case in enumerate(cases):
@@ -67,6 +69,17 @@ def bench(
                 rows[i] = _row(loaded, case, base, runs, floor, _part(progress, case, len(rows), len(cases)))
         del loaded
     return {"base_bytes": base, "rows": [rows[i] for i in range(len(cases))]}
+
+
+def _ids(loaded: Loaded, case: Case) -> list[list[int]] | None:
+    """The prompts of a mode that has its own text."""
+    name = MODES[case.mode].text
+    return None if name is None else [text_ids(loaded.tokenizer, name, loaded.config.vocab_size)] * case.batch
+
+
+def _with_its_prompt(loaded: Loaded, case: Case) -> Case:
+    ids = _ids(loaded, case)
+    return case if ids is None else case._replace(prompt=len(ids[0]))
 
 
 def _part(progress: Progress, case: Case, done: int, of: int) -> Callable[[str], None]:
@@ -81,8 +94,15 @@ def _row(
     """One case, and right after it what the machine can do: both change from minute to minute."""
     model, params, config = loaded.model, loaded.params, loaded.config
     reset_peak()
-    times = measure(model, params, config.vocab_size, case, runs=runs, progress=progress)
+    ids = _ids(loaded, case)
+    times = measure(model, params, config.vocab_size, case, runs=runs, progress=progress, ids=ids)
     peak = peak_bytes()
+    greedy: float | None = None
+    if ids is not None:
+        plain = {"temperature": 0.0}
+        greedy = measure(
+            model, params, config.vocab_size, case, runs=runs, progress=progress, ids=ids, settings=plain
+        ).step
     held = jax.eval_shape(lambda p: model.init_cache(p, case.batch, times.cache_len), params)
     work = work_of(model, config, params, case)
     numpy: float | None = None
@@ -97,6 +117,7 @@ def _row(
         **case._asdict(),
         "cache_len": times.cache_len,
         **_speeds(case, times),
+        "times_greedy": _fraction(greedy, times.step),
         **_work(work),
         "products": products,
         "read_bandwidth": machine.read_bandwidth,

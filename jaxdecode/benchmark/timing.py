@@ -20,10 +20,14 @@ __all__ = ["MODES", "Case", "Mode", "Times", "measure", "prompt_ids"]
 
 
 class Mode(NamedTuple):
-    """A way to decode: fields of ``Settings``, and the scheme of the weights (None: as they are)."""
+    """A way to decode: fields of ``Settings``, and the scheme of the weights (None: as they are).
+
+    text: the prompt, by its name in ``TEXTS``, of a mode that is also held against plain greedy decoding of the same.
+    """
 
     settings: Mapping[str, Any]
     quantize: Scheme | None = None
+    text: str | None = None
 
 
 MODES: dict[str, Mode] = {
@@ -31,6 +35,8 @@ MODES: dict[str, Mode] = {
     "top_p": Mode({"temperature": 1.0, "top_p": 0.9}),
     "int8": Mode({"temperature": 0.0}, quantize="int8"),
     "int8_weights": Mode({"temperature": 0.0}, quantize="int8_weights"),
+    "lookup_copy": Mode({"temperature": 0.0, "prompt_lookup": 7}, text="copy"),
+    "lookup_fresh": Mode({"temperature": 0.0, "prompt_lookup": 7}, text="fresh"),
 }
 
 
@@ -85,20 +91,27 @@ def measure(
     *,
     runs: int = 3,
     progress: Callable[[str], None] = lambda text: None,
+    ids: list[list[int]] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Times:
     """Compile the program of ``generate`` for a case, warm it up, and time it.
 
     No row has an end id, so each makes all its tokens; RuntimeError if one ends all the same (NaN in the logits). A
     step is the time of a run with all tokens minus that of one with one token, by the same program, over the steps
-    between; each of the ``runs`` is such a pair, and the median counts.
+    between; each of the ``runs`` is such a pair, and the median counts. ids, settings: others than those of the case.
     """
     progress("compiling")
     begin = time.perf_counter()
-    settings = generation.Settings(max_new_tokens=case.new, **MODES[case.mode].settings)
-    ids = prompt_ids(case.batch, case.prompt, vocab_size)
+    chosen = MODES[case.mode].settings if settings is None else settings
+    ids = prompt_ids(case.batch, case.prompt, vocab_size) if ids is None else ids
     # What generate does, in its two parts: only the second is timed.
     prepared = generation._prepare(
-        model, params, ids, key=jax.random.key(0), settings=settings, cache_len=case.cache_len
+        model,
+        params,
+        ids,
+        key=jax.random.key(0),
+        settings=generation.Settings(max_new_tokens=case.new, **chosen),
+        cache_len=case.cache_len,
     )
     compiled = generation._whole.lower(*prepared).compile()
     compile_seconds = time.perf_counter() - begin

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxdecode._version import __version__
-from jaxdecode.cli.decoding import CONSTRAINTS, GroupedCommand, with_decoding
+from jaxdecode.cli.decoding import CONSTRAINTS, DRAFTS, GroupedCommand, with_decoding
 
 __all__ = ["MODELS", "app"]
 
@@ -45,6 +45,8 @@ NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")
 ]
 
+MODES_HELP = "Of: greedy, top_p, int8, int8_weights, lookup_copy, lookup_fresh. speculative: the last two."
+
 app = typer.Typer(
     help="Text from language models, by exact decoding in JAX.",
     pretty_exceptions_enable=False,
@@ -81,6 +83,8 @@ def examples(*lines: str) -> str:
         'jaxdecode generate --max-new-tokens 5 --top-logprobs 3 "2 + 2 ="',
         'jaxdecode generate --chat --choices yes --choices no "Is the sky blue?"',
         'jaxdecode generate --repetition-penalty 1.2 --no-repeat-ngram 3 "Once upon a time"',
+        'jaxdecode generate --chat --prompt-lookup 7 "Repeat this text: ..."',
+        'jaxdecode generate --draft-quantize int8 "The capital of France is"',
         "echo 'Once upon a time' | jaxdecode generate --model toy --json --record run.json",
     ),
 )
@@ -131,6 +135,23 @@ def generate(
     stream: Annotated[bool, typer.Option(help="Print while writing, or all at the end.")] = True,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A smaller model of the same vocabulary that drafts.",
+            autocompletion=complete_model,
+            rich_help_panel=DRAFTS,
+        ),
+    ] = None,
+    draft_quantize: Annotated[
+        SchemeName | None,
+        typer.Option(help="Weights of the draft; alone: the model itself drafts with them.", rich_help_panel=DRAFTS),
+    ] = None,
+    draft_length: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="The most tokens a model drafts at once (7).", rich_help_panel=DRAFTS),
+    ] = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Continue a text, or answer it (--chat).
@@ -138,6 +159,7 @@ def generate(
     At temperature 0, the default, --seed and what cuts the law (--top-k, --top-p, --min-p, ...) change nothing.
     """
     from jaxdecode.cli.choices import Request
+    from jaxdecode.cli.drafting import Draft
     from jaxdecode.cli.generate import run
 
     constraints = {name: more.pop(name) for name in CONSTRAINTS if name in more}
@@ -169,6 +191,7 @@ def generate(
         json=json,
         stream=stream,
         compile_cache=not no_compile_cache,
+        draft=Draft(draft_model, draft_quantize, draft_length),
     )
     raise typer.Exit(run(prompt, request))
 
@@ -245,6 +268,7 @@ def inspect(
     epilog=examples(
         "jaxdecode bench",
         "jaxdecode bench --batch-sizes 1,8,32 --modes greedy,top_p --floor",
+        "jaxdecode bench --batch-sizes 1 --modes speculative",
         "jaxdecode bench --prompt-lengths 16,512 --new-tokens 64 --runs 5 --json model.gguf",
     )
 )
@@ -255,7 +279,7 @@ def bench(
     batch_sizes: Annotated[str, typer.Option(metavar="B,...", help="Rows decoded together.")] = "1,8",
     prompt_lengths: Annotated[str, typer.Option(metavar="S,...", help="Tokens of every prompt.")] = "16",
     new_tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens written by every row, at least 2.")] = "64",
-    modes: Annotated[str, typer.Option(metavar="MODE,...", help="Of: greedy, top_p, int8, int8_weights.")] = "greedy",
+    modes: Annotated[str, typer.Option(metavar="MODE,...", help=MODES_HELP)] = "greedy",
     cache_len: Annotated[
         int | None, typer.Option(metavar="T", min=1, help="Slots a row in the cache; enough if not given.")
     ] = None,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "run"]
 
 FORMAT, VERSION = "jaxdecode-bench", 1
+GROUPS = {"speculative": ("lookup_copy", "lookup_fresh")}  # several modes by one name
 
 
 class Asked(NamedTuple):
@@ -73,14 +74,17 @@ def run(asked: Asked) -> int:
 
 def cases(asked: Asked) -> list[Case]:
     """Every mode with every batch size, prompt length and number of new tokens. ValueError: one that cannot be."""
-    from jaxdecode.benchmark import Case
+    from jaxdecode.benchmark import MODES, Case
 
-    modes = [word.strip() for word in asked.modes.split(",")]
+    words = (word.strip() for word in asked.modes.split(","))
+    modes = [mode for word in words for mode in GROUPS.get(word, (word,))]
     batches = _numbers("--batch-sizes", asked.batch_sizes)
     prompts = _numbers("--prompt-lengths", asked.prompt_lengths)
     news = _numbers("--new-tokens", asked.new_tokens)
     every = itertools.product(modes, batches, prompts, news)
     found = [Case(mode, batch, prompt, new, asked.cache_len) for mode, batch, prompt, new in every]
+    own = {mode for mode in MODES if MODES[mode].text is not None}  # these have one prompt, of any length
+    found = [case for case in found if case.mode not in own or case.prompt == prompts[0]]
     for case in found:
         case.check()
     return found
@@ -109,8 +113,10 @@ def as_text(told: dict[str, Any]) -> str:
     """The same for a reader."""
     header = ["mode", "rows", "prompt", "new", "tokens/s", "ms/step", "prefill tokens/s", "bytes/step", "mult/step"]
     header += ["floor ms", "of floor", "compile s", "peak memory"]
+    if any(row["times_greedy"] is not None for row in told["rows"]):
+        header.insert(6, "of greedy")
     by_numpy = any(row["numpy_seconds"] is not None for row in told["rows"])
-    rows = [_cells(row, by_numpy) for row in told["rows"]]
+    rows = [_cells(row, by_numpy, "of greedy" in header) for row in told["rows"]]
     parts = [table([*header, "NumPy ms", "of NumPy"] if by_numpy else header, rows), "\n"]
     reads = statistics.median(row["read_bandwidth"] for row in told["rows"])
     rates = {row["products"]: row["multiply_rate"] for row in told["rows"]}
@@ -123,7 +129,7 @@ def as_text(told: dict[str, Any]) -> str:
     return "".join([styled(f"{told['model']} in {told['quantize'] or told['dtype']}", "bold"), "\n\n", *parts, "\n"])
 
 
-def _cells(row: dict[str, Any], by_numpy: bool) -> list[str]:
+def _cells(row: dict[str, Any], by_numpy: bool, by_greedy: bool) -> list[str]:
     def number(name: str, scale: float = 1, digits: int = 1) -> str:
         return "-" if row[name] is None else f"{row[name] * scale:,.{digits}f}"
 
@@ -131,7 +137,9 @@ def _cells(row: dict[str, Any], by_numpy: bool) -> list[str]:
         return "-" if row[name] is None else f"{row[name]:.0%}"
 
     cells = [row["mode"], *(f"{row[name]:,}" for name in ("batch", "prompt", "new"))]
-    cells += [number("tokens_per_second"), number("step_seconds", 1e3, 2), number("prefill_tokens_per_second")]
+    cells += [number("tokens_per_second"), number("step_seconds", 1e3, 2)]
+    cells += [percent("times_greedy")] if by_greedy else []
+    cells += [number("prefill_tokens_per_second")]
     cells += ["-" if row["bytes_per_step"] is None else in_bytes(round(row["bytes_per_step"]))]
     cells += ["-" if row["multiplications_per_step"] is None else _count(row["multiplications_per_step"])]
     cells += [number("floor_seconds", 1e3, 2), percent("floor_fraction"), number("compile_seconds")]

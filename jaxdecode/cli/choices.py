@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxdecode.cli.drafting import Draft
 from jaxdecode.cli.terminal import table, visible
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Request(NamedTuple):
 
     num_samples: None for one completion in no list, unless there are beams. best_of: write so many, tell the best.
     constraints: what was given of them, by name: a schema's file (once read, the schema), a pattern, texts. logprobs:
-    tell them; top_logprobs: beside those of this many ids.
+    tell them; top_logprobs: beside those of this many ids. draft: another model that drafts.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Request(NamedTuple):
     json: bool
     stream: bool
     compile_cache: bool
+    draft: Draft = Draft()
 
     @property
     def several(self) -> int | None:
@@ -126,6 +128,8 @@ def choice(tokenizer: Tokenizer, written: Written, row: int, request: Request) -
     for name in ("score", "gumbel"):
         if (values := getattr(out, name)) is not None:
             told[name] = numbers(values[row : row + 1])[0]
+    if out.acceptance is not None:
+        told["acceptance"] = {name: int(x[row]) for name, x in out.acceptance._asdict().items()}
     if request.logprobs:
         told["logprobs"] = numbers(out.logprob[row, :n])
         told["processed_logprobs"] = numbers(out.processed_logprob[row, :n])

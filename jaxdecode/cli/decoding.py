@@ -18,10 +18,11 @@ from jaxdecode.cli.terminal import bad_input
 if TYPE_CHECKING:
     from jaxdecode.text.tokenizer import Tokenizer
 
-__all__ = ["CONSTRAINTS", "SETTINGS", "TEXTS", "GroupedCommand", "fields", "parse", "shown", "with_decoding"]
+__all__ = ["CONSTRAINTS", "DRAFTS", "SETTINGS", "TEXTS", "GroupedCommand", "fields", "parse", "shown", "with_decoding"]
 
 CUTS, PENALTIES, BANS = "More ways to cut the law", "Penalties", "Bans and forced tokens"
 SHAPE = "What the whole text may be"
+DRAFTS = "Drafts: the same law, sooner where much is copied"
 
 
 class Kind(NamedTuple):
@@ -65,6 +66,7 @@ SETTINGS = {
     "banned_ids": Option(Kind(int, 0), BANS, "ID,...", "None of these tokens."),
     "forced": Option(Kind(int, 0, True), BANS, "PLACE=ID,...", "This token at that place (0 first, -1 last)."),
     "min_new_tokens": Option(WHOLE, BANS, "N", "No end before N tokens."),
+    "prompt_lookup": Option(WHOLE, DRAFTS, "N", "Draft up to N tokens from what stood in prompt and output before."),
 }
 TEXTS = {  # given as texts, which need the tokenizer; each may be given several times
     "bad_words": Option(FLOAT, BANS, "TEXT", "Never write these tokens in a row; may be given several times."),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import typer
 
-from jaxdecode.cli import constraining
+from jaxdecode.cli import constraining, drafting
 from jaxdecode.cli.choices import (
     CANCELLED,
     FAILURES,
@@ -28,7 +28,7 @@ from jaxdecode.cli.record import recorded
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
 
 if TYPE_CHECKING:
-    from jaxdecode.base import Generated
+    from jaxdecode.base import Generated, Model, Params
     from jaxdecode.checkpoint import Loaded
     from jaxdecode.cli.writing import RowText
     from jaxdecode.text.tokenizer import Tokenizer
@@ -54,10 +54,11 @@ def run(prompt: str | None, request: Request) -> int:
             request = request._replace(constraints=constraining.read(request.constraints))
             how: Any = {"dtype": request.dtype, "quantize": request.quantize}
             loaded = jaxdecode.load(request.model, **how, progress=progress)
+            draft = drafting.load_draft(loaded, request.model, request.draft, request.dtype, progress)
             request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
             grammar = constraining.compiled(loaded, request.constraints, progress)
-        written = write(loaded, ids, grammar, request, progress)
+        written = write(loaded, ids, grammar, request, progress, draft)
         if request.best_of is not None:
             written = best(written, request.num_samples or 1)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
@@ -91,15 +92,14 @@ def check(request: Request) -> None:
     if "" in request.stops:
         raise BadInput("--stop: expected a text, got an empty one")
     constraining.check(request.constraints, request.stops)
+    drafting.check(request.draft, request.settings)
 
 
 def settings_of(request: Request) -> dict[str, Any]:
     """Fields of ``Settings``."""
-    return {
-        **request.settings,
-        "num_samples": request.best_of or request.num_samples or 1,
-        "top_logprobs": request.top_logprobs,
-    }
+    rows = request.best_of or request.num_samples or 1
+    more = {"num_samples": rows, "top_logprobs": request.top_logprobs, "draft_length": request.draft.length}
+    return {**request.settings, **more}
 
 
 def read_prompt(argument: str | None) -> str:
@@ -126,7 +126,14 @@ def encode(loaded: Loaded, text: str, request: Request) -> list[int]:
     return loaded.tokenizer.chat([*system, {"role": "user", "content": text}])
 
 
-def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Request, progress: Progress) -> Written:
+def write(
+    loaded: Loaded,
+    ids: list[int],
+    grammar: dict[str, Any],
+    request: Request,
+    progress: Progress,
+    draft: tuple[Model, Params] | None = None,
+) -> Written:
     """Decode after ``ids``, one step at a time, printing the pieces if it streams; Ctrl-C ends it early."""
     import jax
 
@@ -149,9 +156,9 @@ def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Requ
         with bad_input():
             settings = loaded.settings(**settings_of(request), **grammar)
             key = jax.random.key(request.seed)
-            decoder, state = start(loaded.model, loaded.params, [ids], key=key, settings=settings)
+            decoder, state = start(loaded.model, loaded.params, [ids], key=key, settings=settings, draft=draft)
         keys = np.asarray(jax.random.key_data(state.keys)).reshape(len(state.keys), -1).tolist()
-        steps = Steps(decoder, loaded.params, state)
+        steps = Steps(decoder, loaded.params if draft is None else (loaded.params, draft[1]), state)
         for done, step in enumerate(steps, 1):
             info = jax.device_get(step)
             alive = [f == Finish.RUNNING for f in info.finish]
@@ -160,6 +167,7 @@ def write(loaded: Loaded, ids: list[int], grammar: dict[str, Any], request: Requ
                     take(text.push(info.tokens[row, : info.count[row]].tolist()))
                     alive[row] &= not text.stopped
             if not request.streams:
+                done = max(done, *(len(t.tokens) for t in texts))
                 progress("writing", done / request.settings["max_new_tokens"])
             if interrupted() or not any(alive):
                 break
@@ -206,3 +214,5 @@ def tell(
         show("\n" if request.streams else told["text"] + "\n")
         if request.logprobs:
             typer.echo("\n" + log_probabilities(tokenizer, told), nl=False)
+    if (line := drafting.acceptance(choices)) is not None:
+        typer.echo(line, err=True)

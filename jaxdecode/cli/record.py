@@ -48,10 +48,22 @@ def recorded(
         "model": {"source": request.model, "dtype": request.dtype, "quantize": request.quantize, "files": files},
         "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
         "settings": {**request.settings, **samples, **ends, **request.constraints},
+        **_drafted(request, progress),
         "seed": request.seed,
         "keys": {"impl": "threefry2x32", "words": written.keys},
         "outputs": outputs,
     }
+
+
+def _drafted(request: Request, progress: Report) -> dict[str, Any]:
+    """Of a draft model the same as of the model, if there is one."""
+    draft = request.draft
+    if not draft.wanted:
+        return {}
+    source = request.model if draft.model is None else draft.model
+    files = described_files(_files_of(source, progress), progress)
+    about = {"source": source, "dtype": request.dtype, "quantize": draft.quantize, "length": draft.length}
+    return {"draft": {**about, "files": files}}
 
 
 def versions() -> dict[str, str]:

@@ -24,11 +24,14 @@ class RowText:
         self._stops = StopStrings(stops)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids make certain; nothing more after a stop."""
-        if self.stopped:
-            return ""
-        self.tokens += ids
-        return self._take(self._decoder.push(ids))
+        """The text that these ids make certain; nothing more after a stop, whose token is the last one kept."""
+        pieces = []
+        for token in ids:
+            if self.stopped:
+                break
+            self.tokens.append(token)
+            pieces.append(self._take(self._decoder.push([token])))
+        return "".join(pieces)
 
     def flush(self) -> str:
         """What was held back, at the end."""

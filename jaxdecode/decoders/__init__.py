@@ -4,5 +4,15 @@ from __future__ import annotations
 
 from jaxdecode.decoders.beam_search import BeamState, beam
 from jaxdecode.decoders.sampling import SamplingState, greedy, sample
+from jaxdecode.decoders.speculation import SpeculativeState, prompt_lookup, speculative
 
-__all__ = ["BeamState", "SamplingState", "beam", "greedy", "sample"]
+__all__ = [
+    "BeamState",
+    "SamplingState",
+    "SpeculativeState",
+    "beam",
+    "greedy",
+    "prompt_lookup",
+    "sample",
+    "speculative",
+]

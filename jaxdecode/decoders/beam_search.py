@@ -23,7 +23,7 @@ from jaxdecode.base import Cache, Decoder, Finish, Generated, Grouped, Model, Pa
 from jaxdecode.decoders import common, hypotheses
 from jaxdecode.decoders.candidates import Candidates, Law, candidates, split
 from jaxdecode.decoders.hypotheses import Hypotheses
-from jaxdecode.decoders.sampling import _faults, _log_total
+from jaxdecode.decoders.records import faults, log_total
 from jaxdecode.transforms import Context
 
 __all__ = ["BeamState", "beam"]
@@ -113,12 +113,12 @@ def _law(model: Model, sampled: bool, params: Params, state: BeamState) -> tuple
     raw, cache = common.forward(model, params, pending, state.cache.value, active)
     ctx = Context(flat.tokens, start, length, rules.limit, keys)
     processed = transforms.process(rules.transform, raw, ctx, state.states.value, ~active & sampled)
-    raw_total = _log_total(raw)
-    fault = _faults(raw_total, processed.logits)
+    raw_total = log_total(raw)
+    fault = faults(raw_total, processed.logits)
     fault = jnp.where(jnp.isneginf(flat.rank) | (fault == Finish.NO_TOKEN), Finish.RUNNING, fault)
     values = jnp.where(jnp.isnan(processed.logits), -jnp.inf, processed.logits)
     scores = values if sampled else processed.unmasked
-    law = Law(raw, raw_total, values, scores, _log_total(scores), fault, processed.set_margin)
+    law = Law(raw, raw_total, values, scores, log_total(scores), fault, processed.set_margin)
     if not sampled:
         return law, cache
 

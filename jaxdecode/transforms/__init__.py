@@ -10,10 +10,11 @@ from jaxdecode.transforms.cutoffs import epsilon, eta, p_less, top_n_sigma, typi
 from jaxdecode.transforms.filters import min_p, temperature, top_k, top_p
 from jaxdecode.transforms.penalties import dry, frequency_penalty, logit_bias, presence_penalty, repetition_penalty
 from jaxdecode.transforms.ranking import largest
-from jaxdecode.transforms.select import draw, first_max
+from jaxdecode.transforms.select import Drawn, draw, first_max
 
 __all__ = [
     "Context",
+    "Drawn",
     "LogitsTransform",
     "Processed",
     "advance",
