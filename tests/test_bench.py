@@ -210,6 +210,13 @@ def test_prompt_lookup_is_held_against_greedy_on_prompts_of_its_own() -> None:
     assert all(row["times_greedy"] is None or row["times_greedy"] > 0 for row in told["rows"])
 
 
+def test_beams_and_json_are_held_against_greedy() -> None:
+    told = bench("toy", "--batch-sizes", "2", "--prompt-lengths", "4", "--new-tokens", "12", "--modes", "beam,json")
+    assert [row["mode"] for row in told["rows"]] == ["beam", "json"]
+    assert all(row["times_greedy"] is None or row["times_greedy"] > 0 for row in told["rows"])
+    assert [row["cache_len"] for row in told["rows"]] == [16, 64]
+
+
 def test_the_table_for_a_reader_has_a_line_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXDECODE_CACHE", str(tmp_path / "cache"))
     path = str(tiny_gguf.write(tmp_path / "tiny.gguf", tiny_gguf.tiny()))

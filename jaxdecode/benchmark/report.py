@@ -77,6 +77,15 @@ def _ids(loaded: Loaded, case: Case) -> list[list[int]] | None:
     return None if name is None else [text_ids(loaded.tokenizer, name, loaded.config.vocab_size)] * case.batch
 
 
+def _settings(loaded: Loaded, case: Case) -> dict[str, Any]:
+    """Fields of ``Settings``, a schema compiled for the model's tokens. ValueError for one that has no tokenizer."""
+    mode = MODES[case.mode]
+    if mode.schema is None:
+        return dict(mode.settings)
+    made = loaded.settings(json_schema=mode.schema, max_new_tokens=case.new)
+    return {**mode.settings, "json_schema": made.json_schema, "eos": made.eos}
+
+
 def _with_its_prompt(loaded: Loaded, case: Case) -> Case:
     ids = _ids(loaded, case)
     return case if ids is None else case._replace(prompt=len(ids[0]))
@@ -95,14 +104,15 @@ def _row(
     model, params, config = loaded.model, loaded.params, loaded.config
     reset_peak()
     ids = _ids(loaded, case)
-    times = measure(model, params, config.vocab_size, case, runs=runs, progress=progress, ids=ids)
+    how: Any = {"runs": runs, "progress": progress}
+    times = measure(model, params, config.vocab_size, case, ids=ids, settings=_settings(loaded, case), **how)
     peak = peak_bytes()
     greedy: float | None = None
-    if ids is not None:
-        plain = {"temperature": 0.0}
-        greedy = measure(
-            model, params, config.vocab_size, case, runs=runs, progress=progress, ids=ids, settings=plain
-        ).step
+    if rows := MODES[case.mode].greedy_rows:
+        plain = case._replace(batch=case.batch * rows)
+        same = None if ids is None else ids * rows
+        how["settings"] = {"temperature": 0.0}
+        greedy = measure(model, params, config.vocab_size, plain, ids=same, **how).step
     held = jax.eval_shape(lambda p: model.init_cache(p, case.batch, times.cache_len), params)
     work = work_of(model, config, params, case)
     numpy: float | None = None

@@ -22,12 +22,15 @@ __all__ = ["MODES", "Case", "Mode", "Times", "measure", "prompt_ids"]
 class Mode(NamedTuple):
     """A way to decode: fields of ``Settings``, and the scheme of the weights (None: as they are).
 
-    text: the prompt, by its name in ``TEXTS``, of a mode that is also held against plain greedy decoding of the same.
+    text: its own prompt, by its name in ``TEXTS``. schema: a JSON Schema for the output. greedy_rows: it is also held
+    against plain greedy decoding of that many rows for each of its own (0: it is not).
     """
 
     settings: Mapping[str, Any]
     quantize: Scheme | None = None
     text: str | None = None
+    schema: Mapping[str, Any] | None = None
+    greedy_rows: int = 0
 
 
 MODES: dict[str, Mode] = {
@@ -35,8 +38,10 @@ MODES: dict[str, Mode] = {
     "top_p": Mode({"temperature": 1.0, "top_p": 0.9}),
     "int8": Mode({"temperature": 0.0}, quantize="int8"),
     "int8_weights": Mode({"temperature": 0.0}, quantize="int8_weights"),
-    "lookup_copy": Mode({"temperature": 0.0, "prompt_lookup": 7}, text="copy"),
-    "lookup_fresh": Mode({"temperature": 0.0, "prompt_lookup": 7}, text="fresh"),
+    "beam": Mode({"beams": 4}, greedy_rows=4),
+    "json": Mode({"temperature": 0.0}, schema={"type": "array", "items": {"type": "integer"}}, greedy_rows=1),
+    "lookup_copy": Mode({"temperature": 0.0, "prompt_lookup": 7}, text="copy", greedy_rows=1),
+    "lookup_fresh": Mode({"temperature": 0.0, "prompt_lookup": 7}, text="fresh", greedy_rows=1),
 }
 
 
@@ -96,9 +101,10 @@ def measure(
 ) -> Times:
     """Compile the program of ``generate`` for a case, warm it up, and time it.
 
-    No row has an end id, so each makes all its tokens; RuntimeError if one ends all the same (NaN in the logits). A
-    step is the time of a run with all tokens minus that of one with one token, by the same program, over the steps
-    between; each of the ``runs`` is such a pair, and the median counts. ids, settings: others than those of the case.
+    Without end ids each row makes all its tokens; RuntimeError if one ends all the same (NaN in the logits). A step is
+    the time of a run with all tokens minus that of one with one token (half of them, if there are end ids), by the same
+    program, over the steps between; each of the ``runs`` is such a pair, and the median counts. ids, settings: others
+    than those of the case.
     """
     progress("compiling")
     begin = time.perf_counter()
@@ -116,26 +122,29 @@ def measure(
     compiled = generation._whole.lower(*prepared).compile()
     compile_seconds = time.perf_counter() - begin
     plan, *arguments, rules = prepared
+    free = rules.eos.shape[1] == 0
 
-    def seconds(new: int) -> float:
+    def seconds(new: int) -> tuple[float, int]:
+        """Of a run with that limit; and its steps."""
         limit: Any = np.full_like(rules.limit, new)
         begin = time.perf_counter()
         out = jax.block_until_ready(compiled(*arguments, dataclasses.replace(rules, limit=limit)))
         taken = time.perf_counter() - begin
-        if (wrong := np.flatnonzero(np.asarray(out.length) != new)).size:
-            code = Finish(int(np.asarray(out.finish)[wrong[0]]))
-            raise RuntimeError(f"row {wrong[0]} ended early: {code.name.lower()}")
-        return taken
+        length = np.asarray(out.length).reshape(case.batch, -1)
+        finish = np.asarray(out.finish).reshape(case.batch, -1)[:, 0]
+        if (wrong := np.flatnonzero((length[:, 0] != new) & (free | (finish > Finish.LENGTH)))).size:
+            raise RuntimeError(f"row {wrong[0]} ended early: {Finish(int(finish[wrong[0]])).name.lower()}")
+        return taken, int(np.max(length))
 
     progress("warming up")
-    seconds(1)
+    few = 1 if free else max(case.new // 2, 1)
+    seconds(few)
     pairs = []
     for i in range(runs):
         progress(f"run {i + 1} of {runs}")
-        pairs.append((seconds(1), seconds(case.new)))
-    first, whole = (statistics.median(times) for times in zip(*pairs, strict=True))
-    step = statistics.median((b - a) / (case.new - 1) for a, b in pairs)
-    known = 0 < step < first
-    return Times(
-        compile_seconds, first, whole, step if step > 0 else None, first - step if known else None, plan.cache_len
-    )
+        pairs.append((seconds(few), seconds(case.new)))
+    first, whole = (statistics.median(taken for taken, _ in times) for times in zip(*pairs, strict=True))
+    step = statistics.median((b - a) / max(n - m, 1) for (a, m), (b, n) in pairs)
+    known = free and 0 < step < first
+    slots = plan.cache_len or case.prompt + case.new
+    return Times(compile_seconds, first, whole, step if step > 0 else None, first - step if known else None, slots)

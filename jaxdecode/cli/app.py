@@ -45,7 +45,7 @@ NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")
 ]
 
-MODES_HELP = "Of: greedy, top_p, int8, int8_weights, lookup_copy, lookup_fresh. speculative: the last two."
+MODES_HELP = "Of: greedy, top_p, int8, int8_weights, beam, json, lookup_copy, lookup_fresh. speculative: the last two."
 
 app = typer.Typer(
     help="Text from language models, by exact decoding in JAX.",
