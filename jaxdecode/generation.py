@@ -15,7 +15,7 @@ from jaxdecode import checks, kvcache
 from jaxdecode import keys as keys_
 from jaxdecode.base import Decoder, Generated, Model, Params, Prompt, Rules, repeat_rows
 from jaxdecode.decoders import common, prompt_lookup, sample, speculative
-from jaxdecode.decoders.speculative import paired
+from jaxdecode.decoders.speculation import LENGTH, paired
 from jaxdecode.loop import run_until_done
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import LogitsTransform
@@ -191,16 +191,16 @@ def _prepare(
 
 def decoder_of(model: Model, settings: Settings, draft_model: Model | None = None) -> Decoder:
     """The decoder that ``settings`` ask for. ValueError for drafts from two places, or from none."""
-    extras: Any = {"top_logprobs": settings.top_logprobs, "log_weight": settings.constrained}
-    size = settings.draft_length
+    top, weigh, size = settings.top_logprobs, settings.constrained, settings.draft_length
+    looks = settings.prompt_lookup
     if draft_model is not None:
-        looks = settings.prompt_lookup
         checks.require(looks is None, "prompt_lookup", "None beside a draft model", looks)
-        return speculative(model, draft_model, **extras, **({} if size is None else {"draft_length": size}))
+        size = LENGTH if size is None else size
+        return speculative(model, draft_model, draft_length=size, top_logprobs=top, log_weight=weigh)
     checks.require(size is None, "draft_length", "None without a draft model", size)
-    if settings.prompt_lookup is not None:
-        return prompt_lookup(model, draft_length=settings.prompt_lookup, **extras)
-    return sample(model, **extras)
+    if looks is not None:
+        return prompt_lookup(model, draft_length=looks, top_logprobs=top, log_weight=weigh)
+    return sample(model, top_logprobs=top, log_weight=weigh)
 
 
 def _vocab_size(model: Model, params: Params) -> int:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from jaxdecode.decoders.sampling import SamplingState, greedy, sample
-from jaxdecode.decoders.speculative import SpeculativeState, prompt_lookup, speculative
+from jaxdecode.decoders.speculation import SpeculativeState, prompt_lookup, speculative
 
 __all__ = ["SamplingState", "SpeculativeState", "greedy", "prompt_lookup", "sample", "speculative"]

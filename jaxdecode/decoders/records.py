@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,9 @@ class SamplingState:
     top_ids: jax.Array | None
     top_logprobs: jax.Array | None
     log_weight: jax.Array | None
+
+
+State = TypeVar("State", bound=SamplingState)
 
 
 class Choice(NamedTuple):
@@ -146,7 +149,7 @@ def _ended(state: SamplingState, tokens: jax.Array, token: jax.Array, length: ja
     return jnp.where(jnp.any(rules.eos == token[:, None], axis=1), Finish.EOS, code).astype(jnp.int32)
 
 
-def _record_top(state: SamplingState, raw: jax.Array, output: jax.Array) -> SamplingState:
+def _record_top(state: State, raw: jax.Array, output: jax.Array) -> State:
     """Note the likeliest ids of the raw law [B,V] at place ``output[B]``, if the state keeps them."""
     if state.top_ids is None or state.top_logprobs is None:
         return state
@@ -160,7 +163,7 @@ def _record_top(state: SamplingState, raw: jax.Array, output: jax.Array) -> Samp
     )
 
 
-def _weighed(state: SamplingState, processed: Processed, greedy: jax.Array, running: jax.Array) -> SamplingState:
+def _weighed(state: State, processed: Processed, greedy: jax.Array, running: jax.Array) -> State:
     """Add the step's log of the mass that the masks left (S9.3), if the state keeps the sum.
 
     NaN for greedy rows, and where a filter removed something: their law is no proposal for the model's.
@@ -184,7 +187,7 @@ class Law(NamedTuple):
     fault: jax.Array
 
 
-def law(state: SamplingState, raw: jax.Array, greedy: jax.Array, active: jax.Array) -> tuple[SamplingState, Law]:
+def law(state: State, raw: jax.Array, greedy: jax.Array, active: jax.Array) -> tuple[State, Law]:
     """The processed law of the next token of ``active[B]`` rows, its weight noted; 0 in place of a faulty row's."""
     processed = transforms.process(state.rules.transform, raw, context(state), state.states, greedy | ~active)
     total = log_total(raw)
@@ -221,7 +224,7 @@ def choose(law: Law, greedy: jax.Array, active: jax.Array, draw: Callable[[jax.A
     )
 
 
-def append(state: SamplingState, law: Law, choice: Choice, active: jax.Array) -> tuple[SamplingState, jax.Array]:
+def append(state: State, law: Law, choice: Choice, active: jax.Array) -> tuple[State, jax.Array]:
     """Each ``active[B]`` row takes its token, or ends by its fault; all others stay as they are. Also who took[B]."""
     took = active & (law.fault == Finish.RUNNING)
     rows = jnp.arange(took.shape[0], dtype=jnp.int32)
