@@ -166,7 +166,7 @@ def test_tokens_after_an_end_a_stop_or_the_limit_are_dropped() -> None:
         "max_new_tokens": np.array([20, 13, 1, 20, 20, 20, 20]),
         "eos": np.array([[-1], [-1], [-1], [4], [1], [-1], [-1]]),
         "min_new_tokens": np.array([0, 0, 0, 0, 9, 0, 0]),
-        "stop": [[], [], [], [], [], [[3, 4]], [[9, 9], [1, 2, 3]]],
+        "stop": [[], [], [], [], [], [[3, 4]], [[5, 5], [1, 2, 3]]],
     }
     prompts = [[0, 1, 2, 3, 4, 5, 0], [2], [5, 0, 1, 2]] * 2 + [[1, 2, 3, 4, 5, 0, 1]]
     plain = circle(jd.Settings(**cold), prompts)

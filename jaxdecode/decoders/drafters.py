@@ -40,13 +40,13 @@ class SpeculativeState(SamplingState):
 
 
 class Drafts(NamedTuple):
-    """tokens[B,D], of which count[B] are drafts; logits[B,D,V] of the laws they were drawn from, the margins [B,D].
+    """tokens[B,D], of which length[B] are drafts; logits[B,D,V] of the laws they were drawn from, the margins [B,D].
 
     logits None: the tokens are certain, whatever the key; their margins +inf.
     """
 
     tokens: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # tuple.count is not used
+    length: jax.Array
     logits: jax.Array | None
     margin: jax.Array
 

@@ -18,8 +18,8 @@ __all__ = ["SamplingState", "greedy", "plain_step", "sample"]
 
 
 def plain_step(
-    model: Model, all_greedy: bool, params: Params, state: SamplingState
-) -> tuple[SamplingState, records.Choice, jax.Array]:
+    model: Model, all_greedy: bool, params: Params, state: records.State
+) -> tuple[records.State, records.Choice, jax.Array]:
     """Compute p(. | x_<t), choose a token, append it; rows that ended stay as they are. Also who took one, [B]."""
     running = state.finish == Finish.RUNNING
     pending = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]
