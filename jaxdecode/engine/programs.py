@@ -1,0 +1,167 @@
+"""The engine's device side: pure functions over an immutable state of fixed shape, each compiled once.
+
+A state has *slots*, rows of a decoder's own state that run or are free; *staged* rows, caches whose prompts are being
+computed a chunk at a time; and *kept* rows, caches of prefixes that several prompts share. A row goes from kept (or
+empty) to staged by ``begin``, through ``prefill``, and by ``insert`` into a slot, each time as a whole: nothing that
+was there before it is left. Every product has one shape, whoever the neighbours are and whenever a row comes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdecode import kvcache
+from jaxdecode.base import Cache, Decoder, Finish, Generated, Params, Prompt, Rules, put_rows, repeat_rows, take_rows
+
+__all__ = ["EngineState", "Newcomer", "Plan", "begin", "collect", "init", "insert", "keep", "prefill", "step", "stop"]
+
+
+class Plan(NamedTuple):
+    """What is static. decoder: any whose state has rows first and whose result ``finish`` makes row by row.
+
+    slots; prompt, new: the most tokens of a prompt and of an output; staged rows and their ``chunk`` of tokens for one
+    pass; kept prefixes (one more cache, the first, stays empty).
+    """
+
+    decoder: Decoder
+    slots: int
+    prompt: int
+    new: int
+    staged: int
+    chunk: int
+    kept: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row in all."""
+        return self.prompt + self.new
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+    """rows: the decoder's state of all slots; staged, kept: caches alone."""
+
+    rows: Any
+    staged: Cache
+    kept: Cache
+
+
+class Newcomer(NamedTuple):
+    """One row to insert: ``tokens[1,S]``, ``length[1]``, its key, its number among the samples of a prompt (-1: the
+    only one), and its rules [1]."""
+
+    tokens: Any
+    length: Any
+    key: jax.Array
+    sample: Any
+    rules: Rules
+
+
+def _rows(plan: Plan, params: Params, rules: Rules, batch: int) -> Any:
+    """A decoder's state of ``batch`` rows with empty caches, all of them ended."""
+    rules = dataclasses.replace(repeat_rows(rules, batch), limit=jnp.zeros((batch,), jnp.int32))
+    ones = jnp.ones((batch,), jnp.int32)
+    prompt = Prompt(jnp.zeros((batch, plan.prompt), jnp.int32), ones, None)
+    keys = jnp.broadcast_to(jax.random.key(0, impl="threefry2x32"), (batch,))
+    return plan.decoder.init(params, keys, prompt, rules, max_new_tokens=plan.new)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(plan: Plan, params: Params, rules: Rules) -> EngineState:
+    """All slots free. ``rules`` [1]: those of any request, whose numbers do not matter."""
+    staged, kept = (_rows(plan, params, rules, n).cache for n in (plan.staged, plan.kept + 1))
+    return EngineState(_rows(plan, params, rules, plan.slots), staged, kept)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def begin(plan: Plan, state: EngineState, row: Any, source: Any, length: Any) -> EngineState:
+    """Staged row ``row`` becomes a copy of kept row ``source`` (0: empty), cut to its first ``length`` tokens.
+
+    A cache of anything but KV nodes is not cut: ``length`` must be what it holds.
+    """
+    cache = take_rows(state.kept, jnp.asarray(source)[None])
+    if kvcache.only_nodes(cache):
+        cache = kvcache.truncate(cache, jnp.asarray(length)[None])
+    return dataclasses.replace(state, staged=put_rows(state.staged, jnp.asarray(row)[None], cache))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def keep(plan: Plan, state: EngineState, row: Any, place: Any) -> EngineState:
+    """Kept row ``place`` becomes a copy of staged row ``row``."""
+    cache = take_rows(state.staged, jnp.asarray(row)[None])
+    return dataclasses.replace(state, kept=put_rows(state.kept, jnp.asarray(place)[None], cache))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill(plan: Plan, params: Params, state: EngineState, tokens: Any, count: Any) -> EngineState:
+    """The next ``count[R]`` of ``tokens[R,chunk]`` of every staged row, 0 for rows that have nothing to do.
+
+    The decoder's own ``init`` does it, for a prompt of this chunk and one token that it leaves alone.
+    """
+    rules = repeat_rows(take_rows(state.rows.rules, jnp.zeros((1,), jnp.int32)), plan.staged)
+    rules = dataclasses.replace(rules, limit=jnp.minimum(count, 1))
+    prompt = Prompt(jnp.pad(tokens, ((0, 0), (0, 1))), count + 1, jnp.zeros_like(count))
+    keys = jnp.broadcast_to(jax.random.key(0, impl="threefry2x32"), (plan.staged,))
+    made = plan.decoder.init(params, keys, prompt, rules, max_new_tokens=1, cache=state.staged)
+    return dataclasses.replace(state, staged=made.cache)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def insert(plan: Plan, params: Params, state: EngineState, row: Any, slot: Any, new: Newcomer) -> EngineState:
+    """Put staged row ``row``, whose cache holds all but the last token of its prompt, into ``slot`` as ``new``."""
+    key = jnp.where(new.sample < 0, new.key, jax.random.fold_in(new.key, jnp.maximum(new.sample, 0)))
+    cache = take_rows(state.staged, jnp.asarray(row)[None])
+    prompt = Prompt(new.tokens, new.length, None)
+    made = plan.decoder.init(params, key[None], prompt, new.rules, max_new_tokens=plan.new, cache=cache)
+    return dataclasses.replace(state, rows=put_rows(state.rows, jnp.asarray(slot)[None], made))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def step(
+    plan: Plan, params: Params, state: EngineState, n: Any, enough: Any
+) -> tuple[EngineState, tuple[jax.Array, jax.Array]]:
+    """At most ``n`` steps of all slots, fewer once ``enough`` rows have ended or none runs.
+
+    Returns the steps taken, and the tokens: the running rows of each, summed.
+    """
+    at_first = jnp.sum(state.rows.finish == Finish.RUNNING)
+
+    def more(carry: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
+        i, _, rows = carry
+        running = jnp.sum(rows.finish == Finish.RUNNING)
+        return (i < n) & (running > 0) & (at_first - running < enough)
+
+    def one(carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
+        i, busy, rows = carry
+        busy = busy + jnp.sum(rows.finish == Finish.RUNNING)
+        return i + 1, busy, plan.decoder.step(params, rows)[0]
+
+    zero = jnp.zeros((), jnp.int32)
+    steps, busy, rows = jax.lax.while_loop(more, one, (zero, jnp.zeros_like(at_first), state.rows))
+    return dataclasses.replace(state, rows=rows), (steps, busy)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def stop(plan: Plan, state: EngineState, rows: Any) -> EngineState:
+    """End the running ones of ``rows[B]`` (bool) as if by a stop sequence."""
+    finish = state.rows.finish
+    ended = jnp.where(rows & (finish == Finish.RUNNING), jnp.asarray(Finish.STOP, finish.dtype), finish)
+    return dataclasses.replace(state, rows=dataclasses.replace(state.rows, finish=ended))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _finished(plan: Plan, rows: Any, slot: Any) -> Generated:
+    return plan.decoder.finish(take_rows(rows, jnp.asarray(slot)[None]))
+
+
+def collect(plan: Plan, state: EngineState, slot: int) -> Generated:
+    """What the row in ``slot`` has written, as NumPy arrays with one row. The slot is free to be taken."""
+    rows = dataclasses.replace(state.rows, cache=())
+    return jax.tree.map(np.array, jax.device_get(_finished(plan, rows, np.int32(slot))))

@@ -1,0 +1,314 @@
+"""The engine: rows in slots, whatever comes and goes around them, are what ``generate`` writes for them alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdecode import Finish, Generated, Settings, generate
+from jaxdecode.engine import Engine, Options, Request, Result, Turn
+from jaxdecode.keys import row_keys
+from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
+from jaxdecode.testing import count_compilations, markov_model, second_order_model
+
+V, B, N, LONGEST = 7, 48, 24, 80
+RANDOM = np.random.default_rng(11)
+MODEL = second_order_model()
+TABLE = (RANDOM.normal(size=(V, V, V)) * 3).round().astype(np.float32) / 2  # halves: ties happen
+SEED = jax.random.key(5)
+IDS = [f"line {i}" for i in range(B)]
+KEYS = row_keys(SEED, B, IDS)
+
+
+def batch(seed: int = 1) -> tuple[list[list[int]], dict[str, Any], Any, Any]:
+    """Prompts, numbers, end ids and stops of B rows that differ in all of them."""
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, V, n).tolist() for n in random.integers(1, LONGEST, B)]
+    numbers: dict[str, Any] = {
+        "max_new_tokens": np.r_[N, random.integers(0, N + 1, B - 1)],
+        "temperature": random.choice([0.0, 0.5, 1.0, 3.0], B),
+        "top_p": random.choice([1.0, 0.9, 0.5], B),
+        "repetition_penalty": random.choice([1.0, 1.3], B),
+    }
+    return prompts, numbers, random.integers(-1, V, (B, 2)), random.integers(0, V, (B, 1, 2)).tolist()
+
+
+PROMPTS, NUMBERS, EOS, STOP = batch()
+
+
+def settings(row: int, **more: Any) -> Settings:
+    numbers = {name: x[row].item() for name, x in NUMBERS.items()}
+    return Settings(**numbers, eos=EOS[row][EOS[row] >= 0].tolist(), stop=STOP[row], **more)
+
+
+def requests(rows: Any = range(B)) -> list[Request]:
+    return [Request(IDS[i], PROMPTS[i], settings(i), KEYS[i]) for i in rows]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Generated:
+    out = generate(MODEL, TABLE, PROMPTS, key=KEYS, settings=Settings(**NUMBERS, eos=EOS, stop=STOP))
+    return jax.tree.map(np.asarray, out)
+
+
+def assert_same(result: Result, expected: Generated, row: int) -> None:
+    """Every token and reason; every number up to the last bits. The engine's record may be longer."""
+    assert result.error is None
+    assert result.out is not None
+    n = int(expected.length[row])
+    for field in dataclasses.fields(Generated):
+        one, other = getattr(result.out, field.name), getattr(expected, field.name)
+        assert (one is None) == (other is None)
+        if one is not None:
+            one, other = one[0], other[row]
+            one, other = (x[:n] if x.ndim else x for x in (one, other))
+            exact = np.issubdtype(one.dtype, np.integer)
+            np.testing.assert_allclose(one, other, 0 if exact else 1e-4, 0 if exact else 1e-6, err_msg=field.name)
+    assert set(result.out.tokens[0, n:].tolist()) <= {-1}
+
+
+ENGINES: dict[tuple[int, int, int], Engine] = {}
+
+
+def engine(slots: int, staged: int, chunk: int, **more: Any) -> Engine:
+    """One of few plans, with any numbers that are not part of a program."""
+    made = ENGINES.setdefault((slots, staged, chunk), Engine(MODEL, TABLE))
+    made.options = Options(slots=slots, staged=staged, chunk=chunk, **more)
+    return made
+
+
+@pytest.mark.parametrize(("slots", "staged", "chunk"), [(5, 3, 16), (1, 1, 32), (16, 2, 7)])
+def test_rows_are_those_of_generate_in_any_schedule(slots: int, staged: int, chunk: int, expected: Generated) -> None:
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        order = random.permutation(B)[: random.integers(1, B + 1)]
+        numbers: dict[str, Any] = {
+            "passes": int(random.integers(1, 6)),
+            "steps": int(random.integers(1, 40)),
+            "refill": float(random.choice([0.0, 0.3, 1.0])),
+            "window": int(random.integers(1, 2 * B)),
+            "prefixes": 2,
+        }
+        late = [x for request in requests(order) for x in [None] * random.integers(0, 3) + [request]]
+        results = [*engine(slots, staged, chunk, **numbers).serve(late)]
+        assert sorted(r.request.id for r in results) == sorted(IDS[i] for i in order)
+        for result in results:
+            assert_same(result, expected, IDS.index(result.request.id))
+
+
+def test_a_row_alone_is_the_row_of_generate_alone() -> None:
+    for i in (0, 7, 20):
+        out = generate(MODEL, TABLE, [PROMPTS[i]], key=SEED, row_ids=[IDS[i]], settings=settings(i))
+        (result,) = engine(5, 3, 16).serve(requests([i]))
+        assert_same(result, jax.tree.map(np.asarray, out), 0)
+
+
+def test_all_programs_are_compiled_at_the_start(expected: Generated) -> None:
+    turns: list[int] = []
+    jax.clear_caches()
+    with count_compilations() as compiled:
+        made = Engine(MODEL, TABLE, options=Options(slots=3, staged=2, chunk=16))
+        made._on_turn = lambda turn: turns.append(int(compiled))
+        results = [*made.serve(requests())]
+    assert len(results) == B
+    assert turns[0] == turns[-1] == int(compiled)
+    assert int(compiled) <= 9
+    with count_compilations() as compiled:  # other numbers, another engine, a program that is there
+        other = Engine(MODEL, TABLE, options=Options(slots=3, staged=2, chunk=16, steps=3, passes=1, refill=1.0))
+        assert len([*other.serve(requests(range(10)))]) == 10
+    assert int(compiled) == 0
+
+
+def test_a_window_bounds_what_is_taken_in() -> None:
+    taken, most = 0, 0
+
+    def source() -> Any:
+        nonlocal taken
+        for request in requests():
+            taken += 1
+            yield request
+
+    for given, _ in enumerate(engine(5, 3, 16, window=9).serve(source())):
+        most = max(most, taken - given)
+    assert most == 9
+
+
+def test_a_short_row_does_not_wait_for_long_ones() -> None:
+    """Slots are filled again the moment a row ends: the work is what the rows need, not what the longest needs."""
+    lengths = [24, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]
+    table = np.zeros((V, V), np.float32)
+    short = [Request(i, [1], Settings(max_new_tokens=n, temperature=0)) for i, n in enumerate(lengths)]
+    made = Engine(markov_model(), table, options=Options(slots=2, staged=2, chunk=16, refill=0.5))
+    order = [result.request.id for result in made.serve(short)]
+    assert order[-1] == 0
+    assert made.stats.steps == 24
+    assert made.stats.busy == sum(lengths)
+
+
+def test_running_rows_do_not_starve() -> None:
+    """Between two steps there are at most ``passes`` passes of prefill while a row runs."""
+    turns: list[Turn] = []
+    options = Options(slots=4, staged=2, chunk=16, passes=2, steps=1)
+    made = Engine(MODEL, TABLE, options=options, on_turn=turns.append)
+    assert len([*made.serve(requests())]) == B
+    assert max(turn.passes for turn in turns) == 2
+    assert any(turn.passes and turn.steps for turn in turns)
+
+
+def test_samples_are_those_of_generate() -> None:
+    chosen = [settings(i, num_samples=k, top_logprobs=2) for i, k in ((3, 3), (4, 7), (5, 1), (6, 3))]
+    asked = [Request(i, PROMPTS[i], chosen[i - 3], KEYS[i]) for i in (3, 4, 5, 6)]
+    results = {r.request.id: r.out for r in engine(5, 3, 16).serve(asked)}
+    for i in (3, 6):
+        out = generate(MODEL, TABLE, [PROMPTS[i]], key=KEYS[i : i + 1], settings=chosen[i - 3])
+        assert results[i].to_lists() == out.to_lists()[0]
+        np.testing.assert_array_equal(results[i].top_ids[:, : settings(i).size], out.top_ids[0])
+    assert [len(results[i].to_lists()) for i in (3, 4, 5, 6)] == [3, 7, 1, 3]
+
+
+def test_requests_that_differ_in_structure_are_grouped(expected: Generated) -> None:
+    """Plain rows come back as they are, beside a grammar, a bias, and lists of their own."""
+    others = [
+        Settings(max_new_tokens=4, temperature=0, eos=[6], choices=[[1, 2], [3]]),
+        Settings(max_new_tokens=4, temperature=0, logit_bias={3: 50.0}),
+        Settings(max_new_tokens=4, temperature=0, logit_bias={2: 50.0}),
+        Settings(max_new_tokens=4, temperature=0, allowed_ids=[5]),
+    ]
+    asked = requests(range(6)) + [Request(i, [1], s) for i, s in enumerate(others)] + requests(range(6, 12))
+    made = engine(5, 3, 16)
+    results = {r.request.id: r for r in made.serve(asked)}
+    for i in range(12):
+        assert_same(results[IDS[i]], expected, i)
+    assert results[0].out.to_lists()[0] in ([1, 2, 6], [3, 6])
+    assert [results[i].out.to_lists() for i in (1, 2, 3)] == [[[3] * 4], [[2] * 4], [[5] * 4]]
+    assert len(made._groups) - 1 == 3  # two biases are numbers of one program
+
+
+def test_what_cannot_be_served_comes_back_with_the_reason() -> None:
+    model, table = markov_model(context=300), np.zeros((V, V), np.float32)
+    greedy = Settings(max_new_tokens=3, temperature=0)
+    asked = [
+        Request("good", [1], greedy),
+        Request("empty", [], greedy),
+        Request("id", [V], greedy),
+        Request("long", [1] * 298, greedy),
+        Request("fits", [1] * 297, greedy),
+        Request("key", [1], Settings(max_new_tokens=3)),
+        Request("bias", [1], Settings(max_new_tokens=3, temperature=0, logit_bias={V: 1.0})),
+    ]
+    results = {r.request.id: r for r in Engine(model, table).serve(asked)}
+    assert {name for name, r in results.items() if r.error is None} == {"good", "fits"}
+    for name, words in (("long", "298 + 3 = 301"), ("id", "[0, 7)"), ("empty", "non-empty"), ("key", "jax.random.key")):
+        assert words in str(results[name].error)
+        assert results[name].out is None
+
+
+def test_a_watch_ends_its_row_and_no_other(expected: Generated) -> None:
+    def ends_after(n: int) -> Any:
+        def make() -> Any:
+            left = iter([False] * (n - 1) + [True])
+            return lambda token: next(left)
+
+        return make
+
+    rows = [i for i in range(B) if expected.length[i] >= 6][:8]
+    asked = [r._replace(watch=ends_after(k)) if (k := i % 3 * 2) else r for i, r in enumerate(requests(rows))]
+    for result in engine(5, 3, 16, steps=7).serve(asked):
+        place = rows.index(IDS.index(result.request.id))
+        row, n = rows[place], place % 3 * 2
+        if not n:
+            assert_same(result, expected, row)
+            continue
+        assert result.out is not None
+        assert result.out.to_lists() == [expected.tokens[row, :n].tolist()]
+        assert result.out.finish.tolist() == [Finish.STOP]
+        np.testing.assert_allclose(result.out.logprob[0, : n + 1], [*expected.logprob[row, :n], 0], 1e-4, 1e-6)
+
+
+def test_draining_finishes_the_rows_in_slots_and_takes_no_more(expected: Generated) -> None:
+    done: list[Result] = []
+    for result in engine(5, 3, 16, steps=1).serve(requests(), draining=lambda: len(done) >= 7):
+        done.append(result)
+    assert 7 <= len(done) <= 7 + 5
+    for result in done:
+        assert_same(result, expected, IDS.index(result.request.id))
+
+
+# A transformer: real caches, prefixes that are shared, slots that are used again.
+
+CONFIG = TransformerConfig(
+    vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, d_mlp=64, context_length=1024
+)
+TINY = transformer(CONFIG)
+PARAMS = init_params(CONFIG, jax.random.key(2))
+
+
+def texts(n: int, shared: int, seed: int = 3) -> list[list[int]]:
+    """n prompts: a third begin with one prefix, a third with another, the rest alone."""
+    random = np.random.default_rng(seed)
+    first, second = (random.integers(1, 64, shared).tolist() for _ in range(2))
+    heads = [[first, second, []][i % 3] for i in range(n)]
+    return [head + random.integers(1, 64, random.integers(1, 40)).tolist() for head in heads]
+
+
+def asked_of_tiny(prompts: list[list[int]]) -> list[Request]:
+    keys = row_keys(SEED, len(prompts))
+    lengths = np.random.default_rng(4).integers(1, 20, len(prompts))
+    chosen = [Settings(max_new_tokens=int(n), temperature=[0.0, 0.9][i % 2], eos=[0]) for i, n in enumerate(lengths)]
+    return [Request(i, p, s, k) for i, (p, s, k) in enumerate(zip(prompts, chosen, keys, strict=True))]
+
+
+def outputs(made: Engine, asked: list[Request]) -> dict[Any, list[int]]:
+    return {r.request.id: r.out.to_lists()[0] for r in made.serve(asked) if r.out is not None}
+
+
+def test_a_transformer_writes_what_it_writes_alone_with_and_without_shared_prefixes() -> None:
+    prompts = texts(24, 150)
+    asked = asked_of_tiny(prompts)
+    options = Options(slots=4, staged=3, chunk=16)
+    made, plain = Engine(TINY, PARAMS, options=options), Engine(TINY, PARAMS, options=options._replace(prefixes=0))
+    found = outputs(made, asked)
+    numbers = {
+        "max_new_tokens": np.array([r.settings.max_new_tokens for r in asked]),
+        "temperature": np.array([r.settings.temperature for r in asked]),
+    }
+    alone = generate(TINY, PARAMS, prompts, key=row_keys(SEED, 24), settings=Settings(**numbers, eos=[0])).to_lists()
+    assert found == dict(enumerate(alone))
+    assert outputs(plain, asked) == found
+    assert made.stats.shared == 16 * 150
+    assert made.stats.computed == plain.stats.computed - 14 * 150
+    assert plain.stats.shared == 0
+
+
+def test_neighbours_schedule_and_shared_prefixes_change_no_bit() -> None:
+    """Every product has one shape, so a row's log probabilities are the same to the last bit."""
+    asked = asked_of_tiny(texts(12, 100))
+    options = Options(slots=4, staged=3, chunk=16)
+    whole = {r.request.id: r.out for r in Engine(TINY, PARAMS, options=options).serve(asked)}
+    for i in (0, 4, 8, 11):
+        alone = Engine(TINY, PARAMS, options=options._replace(prefixes=0, steps=3, passes=1))
+        (result,) = alone.serve([asked[i]])
+        n = int(result.out.length[0])
+        for name in ("tokens", "logprob", "processed_logprob", "margin"):
+            one, other = getattr(result.out, name), getattr(whole[i], name)
+            np.testing.assert_array_equal(one[0, :n], other[0, :n], name)
+
+
+def test_a_row_that_ends_nan_leaves_nothing_in_its_slot() -> None:
+    """NaN keys and values are not there for the row that comes next, though 0 * NaN would be NaN."""
+    bad = PARAMS | {"embed": PARAMS["embed"].at[63].set(np.nan), "head": PARAMS["embed"]}
+    model = transformer(dataclasses.replace(CONFIG, tied=False))
+    prompts = [[1, 2, 63, 5] * 30, [7, 8, 9], [1, 2, 3], [63], [4, 5] * 20]
+    options = Options(slots=1, staged=1, chunk=16)
+    settings = Settings(max_new_tokens=5, temperature=0)
+    results = {
+        r.request.id: r.out
+        for r in Engine(model, bad, options=options).serve([Request(i, p, settings) for i, p in enumerate(prompts)])
+    }
+    assert [results[i].finish[0] for i in range(5)] == [Finish.NAN, *[Finish.LENGTH] * 2, Finish.NAN, Finish.LENGTH]
+    for i in (1, 2, 4):
+        assert results[i].to_lists() == generate(model, bad, [prompts[i]], settings=settings).to_lists()
