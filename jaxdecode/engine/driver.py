@@ -53,8 +53,8 @@ class Turn(NamedTuple):
 
 @dataclasses.dataclass
 class Stats:
-    """Counts so far. busy: the running rows of each step, summed (the tokens written). queued: of steps and busy those
-    while requests were waiting. computed, shared: prompt tokens that passes computed and that prefixes saved."""
+    """Counts so far. busy: the tokens written, which slots were busy with. queued: of steps and busy those while
+    requests were waiting. computed, shared: prompt tokens that passes computed and that prefixes saved."""
 
     steps: int = 0
     busy: int = 0
@@ -115,16 +115,18 @@ class Driver:
 
     def _warm(self, first: Job) -> None:
         """Compile every program, by calls that change nothing."""
-        plan, zero = self.plan, np.int32(0)
-        self.state = programs.begin(plan, self.state, zero, zero, zero)
-        if plan.kept:
-            self.state = programs.keep(plan, self.state, zero, np.int32(plan.kept + 1))
-        nothing = np.zeros((plan.staged, plan.chunk), np.int32)
-        self.state = programs.prefill(plan, self.params, self.state, nothing, np.zeros((plan.staged,), np.int32))
-        self._insert(0, plan.slots, first, 0)
-        self.state, _ = programs.step(plan, self.params, self.state, zero, zero)
-        self.state = programs.stop(plan, self.state, np.zeros((plan.slots,), bool))
-        programs.collect(plan, self.state, 0)
+        zero = np.int32(0)
+        self._change(staged=programs.begin(self.state.staged, self.state.kept, zero, zero, zero))
+        if self.plan.kept:
+            self._change(kept=programs.keep(self.state.kept, self.state.staged, zero, np.int32(self.plan.kept + 1)))
+        self._pass({})
+        self._insert(0, self.plan.slots, first, 0)
+        self._run(0, 0)
+        self.state = programs.stop(self.state, np.zeros((self.plan.slots,), bool))
+        programs.collect(self.plan, self.state, 0)
+
+    def _change(self, **parts: Any) -> None:
+        self.state = dataclasses.replace(self.state, **parts)
 
     @property
     def active(self) -> bool:
@@ -139,8 +141,7 @@ class Driver:
     def turn(self) -> list[Result]:
         """Some prefill, some steps; what ended meanwhile."""
         passes = self.stats.passes
-        self._seat_ready()
-        self._stage()
+        self._fill()
         self._prefill()
         steps = self._step()
         if self._on_turn is not None:
@@ -148,16 +149,25 @@ class Driver:
             self._on_turn(Turn(self.stats.passes - passes, steps, taken))
         return self._collect()
 
+    def _fill(self) -> None:
+        """Seat who is ready and stage who waits, as long as that makes room for more."""
+        waiting = -1
+        while waiting != len(self.waiting):
+            waiting = len(self.waiting)
+            self._seat_ready()
+            self._stage()
+        self._seat_ready()
+
     def _stage(self) -> None:
-        """Give free staged rows to waiting requests, and to a prefix that several of them share."""
+        """Give free staged rows to waiting requests, and to prefixes that several of them share."""
         while self.waiting and None in self._staged:
             row = self._staged.index(None)
-            prefix = next((s.tokens for s in self._staged if s is not None and s.job is None), None)
-            number, place, n = self._next(prefix)
+            coming = [s.tokens for s in self._staged if s is not None and s.job is None]
+            number, place, n = self._next(coming)
             if number < 0:
                 return
             job = self.waiting[number]
-            if prefix is None:
+            if len(coming) < self.plan.kept:
                 others = itertools.islice((other.prompt for other in self.waiting if other is not job), LOOK)
                 size = self._prefixes.worth(job.prompt, others)
                 if size >= n + LEAST:
@@ -167,21 +177,21 @@ class Driver:
             self.stats.shared += n
             self._begin(row, _Staged(job, job.prompt[:-1], n), place)
 
-    def _next(self, prefix: np.ndarray | None) -> tuple[int, int, int]:
+    def _next(self, coming: list[np.ndarray]) -> tuple[int, int, int]:
         """Which waiting request is next, and the kept row and length it begins with.
 
-        One that would save by ``prefix``, which is being computed, waits for it. (-1, 0, 0): all of them do.
+        One that would save by a prefix that is being computed waits for it. (-1, 0, 0): all of them do.
         """
         for number, job in enumerate(itertools.islice(self.waiting, LOOK)):
             place, n = self._prefixes.match(job.prompt)
-            if prefix is None or common(prefix, job.prompt[:-1]) < n + LEAST:
+            if all(common(prefix, job.prompt[:-1]) < n + LEAST for prefix in coming):
                 return number, place, n
         return -1, 0, 0
 
     def _begin(self, row: int, staged: _Staged, place: int) -> None:
         self._staged[row] = staged
         numbers = (np.int32(x) for x in (row, place, staged.done))
-        self.state = programs.begin(self.plan, self.state, *numbers)
+        self._change(staged=programs.begin(self.state.staged, self.state.kept, *numbers))
 
     def _prefill(self) -> None:
         """Passes over the staged rows: several where slots are free, else one, and only if many rows need it."""
@@ -190,17 +200,21 @@ class Driver:
             ahead = None not in self._seats
             if not work or (ahead and (done or 2 * len(work) < self.plan.staged)):
                 return
-            tokens = np.zeros((self.plan.staged, self.plan.chunk), np.int32)
-            count = np.zeros((self.plan.staged,), np.int32)
+            parts = {row: s.tokens[s.done : s.done + self.plan.chunk] for row, s in work}
             for row, s in work:
-                part = s.tokens[s.done : s.done + self.plan.chunk]
-                tokens[row, : len(part)], count[row] = part, len(part)
-                s.done += len(part)
-            self.state = programs.prefill(self.plan, self.params, self.state, tokens, count)
+                s.done += len(parts[row])
+            self._pass(parts)
             self.stats.passes += 1
-            self.stats.computed += int(count.sum())
-            self._seat_ready()
-            self._stage()
+            self.stats.computed += sum(map(len, parts.values()))
+            self._fill()
+
+    def _pass(self, parts: dict[int, np.ndarray]) -> None:
+        """One pass of prefill: the next tokens of some staged rows."""
+        tokens = np.zeros((self.plan.staged, self.plan.chunk), np.int32)
+        count = np.zeros((self.plan.staged,), np.int32)
+        for row, part in parts.items():
+            tokens[row, : len(part)], count[row] = part, len(part)
+        self._change(staged=programs.prefill(self.plan.decoder, self.params, self.state.staged, tokens, count))
 
     def _seat_ready(self) -> None:
         """Move rows whose prompt is computed into free slots, in the order they were staged; keep prefixes."""
@@ -209,7 +223,7 @@ class Driver:
                 continue
             if s.job is None:
                 place = self._prefixes.store(s.tokens)
-                self.state = programs.keep(self.plan, self.state, np.int32(row), np.int32(place))
+                self._change(kept=programs.keep(self.state.kept, self.state.staged, np.int32(row), np.int32(place)))
                 self._staged[row] = None
                 continue
             while s.seated < s.job.samples and None in self._seats:
@@ -226,7 +240,17 @@ class Driver:
         tokens[0, : len(job.prompt)] = job.prompt
         number = np.int32(sample if job.samples > 1 else -1)
         new = Newcomer(tokens, np.array([len(job.prompt)], np.int32), job.key, number, job.rules)
-        self.state = programs.insert(self.plan, self.params, self.state, np.int32(row), np.int32(slot), new)
+        where = np.int32(row), np.int32(slot)
+        rows = programs.insert(self.plan, self.params, self.state.rows, self.state.staged, *where, new)
+        self._change(rows=rows)
+
+    def _run(self, n: int, enough: int) -> tuple[int, int]:
+        """At most n steps; how many, and the tokens they wrote."""
+        limits = np.int32(n), np.int32(enough)
+        rows, counts = programs.step(self.plan, self.params, self.state.rows, *limits)
+        self._change(rows=rows)
+        steps, written = jax.device_get(counts)
+        return int(steps), int(written)
 
     def _step(self) -> int:
         """Some steps of the running rows; fewer while slots are free for rows that are being staged."""
@@ -240,8 +264,7 @@ class Driver:
         elif coming and None in self._seats:
             n = max(1, n // 4)
         enough = max(1, math.ceil(self.options.refill * self.plan.slots)) if coming else self.plan.slots
-        self.state, counts = programs.step(self.plan, self.params, self.state, np.int32(n), np.int32(enough))
-        steps, busy = (int(x) for x in jax.device_get(counts))
+        steps, busy = self._run(n, enough)
         self.stats.steps += steps
         self.stats.busy += busy
         if self.waiting:
@@ -267,7 +290,7 @@ class Driver:
             if len(seat.job.outs) == seat.job.samples:
                 results.append(seat.job.result())
         if early.any():
-            self.state = programs.stop(self.plan, self.state, early)
+            self.state = programs.stop(self.state, early)
         return results
 
     def _stopped(self, start: np.ndarray, length: np.ndarray) -> dict[int, int]:

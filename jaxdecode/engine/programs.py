@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxdecode import kvcache
 from jaxdecode.base import Cache, Decoder, Finish, Generated, Params, Prompt, Rules, put_rows, repeat_rows, take_rows
+from jaxdecode.transforms import chain
 
 __all__ = ["EngineState", "Newcomer", "Plan", "begin", "collect", "init", "insert", "keep", "prefill", "step", "stop"]
 
@@ -69,8 +70,12 @@ def _rows(plan: Plan, params: Params, rules: Rules, batch: int) -> Any:
     rules = dataclasses.replace(repeat_rows(rules, batch), limit=jnp.zeros((batch,), jnp.int32))
     ones = jnp.ones((batch,), jnp.int32)
     prompt = Prompt(jnp.zeros((batch, plan.prompt), jnp.int32), ones, None)
-    keys = jnp.broadcast_to(jax.random.key(0, impl="threefry2x32"), (batch,))
-    return plan.decoder.init(params, keys, prompt, rules, max_new_tokens=plan.new)
+    return plan.decoder.init(params, _no_keys(batch), prompt, rules, max_new_tokens=plan.new)
+
+
+def _no_keys(rows: int) -> jax.Array:
+    """Keys for rows that draw nothing."""
+    return jnp.broadcast_to(jax.random.key(0, impl="threefry2x32"), (rows,))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -80,58 +85,55 @@ def init(plan: Plan, params: Params, rules: Rules) -> EngineState:
     return EngineState(_rows(plan, params, rules, plan.slots), staged, kept)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def begin(plan: Plan, state: EngineState, row: Any, source: Any, length: Any) -> EngineState:
-    """Staged row ``row`` becomes a copy of kept row ``source`` (0: empty), cut to its first ``length`` tokens.
+@functools.partial(jax.jit, donate_argnums=0)
+def begin(staged: Cache, kept: Cache, row: Any, source: Any, length: Any) -> Cache:
+    """The staged rows, of which ``row`` is now a copy of kept row ``source`` (0: empty), cut to ``length`` tokens.
 
     A cache of anything but KV nodes is not cut: ``length`` must be what it holds.
     """
-    cache = take_rows(state.kept, jnp.asarray(source)[None])
+    cache = take_rows(kept, jnp.asarray(source)[None])
     if kvcache.only_nodes(cache):
         cache = kvcache.truncate(cache, jnp.asarray(length)[None])
-    return dataclasses.replace(state, staged=put_rows(state.staged, jnp.asarray(row)[None], cache))
+    return put_rows(staged, jnp.asarray(row)[None], cache)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def keep(plan: Plan, state: EngineState, row: Any, place: Any) -> EngineState:
-    """Kept row ``place`` becomes a copy of staged row ``row``."""
-    cache = take_rows(state.staged, jnp.asarray(row)[None])
-    return dataclasses.replace(state, kept=put_rows(state.kept, jnp.asarray(place)[None], cache))
+@functools.partial(jax.jit, donate_argnums=0)
+def keep(kept: Cache, staged: Cache, row: Any, place: Any) -> Cache:
+    """The kept rows, of which ``place`` is now a copy of staged row ``row``."""
+    return put_rows(kept, jnp.asarray(place)[None], take_rows(staged, jnp.asarray(row)[None]))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def prefill(plan: Plan, params: Params, state: EngineState, tokens: Any, count: Any) -> EngineState:
+def prefill(decoder: Decoder, params: Params, staged: Cache, tokens: Any, count: Any) -> Cache:
     """The next ``count[R]`` of ``tokens[R,chunk]`` of every staged row, 0 for rows that have nothing to do.
 
-    The decoder's own ``init`` does it, for a prompt of this chunk and one token that it leaves alone.
+    The decoder's own ``init`` does it, for a prompt of this chunk and one token that it leaves alone, and under rules
+    that say nothing, so that all groups of requests share this program.
     """
-    rules = repeat_rows(take_rows(state.rows.rules, jnp.zeros((1,), jnp.int32)), plan.staged)
-    rules = dataclasses.replace(rules, limit=jnp.minimum(count, 1))
+    rows = len(count)
+    none = jnp.zeros((rows, 0), jnp.int32)
+    rules = Rules(chain(), jnp.ones((rows,), bool), none, jnp.minimum(count, 1), none[..., None])
     prompt = Prompt(jnp.pad(tokens, ((0, 0), (0, 1))), count + 1, jnp.zeros_like(count))
-    keys = jnp.broadcast_to(jax.random.key(0, impl="threefry2x32"), (plan.staged,))
-    made = plan.decoder.init(params, keys, prompt, rules, max_new_tokens=1, cache=state.staged)
-    return dataclasses.replace(state, staged=made.cache)
+    return decoder.init(params, _no_keys(rows), prompt, rules, max_new_tokens=1, cache=staged).cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def insert(plan: Plan, params: Params, state: EngineState, row: Any, slot: Any, new: Newcomer) -> EngineState:
-    """Put staged row ``row``, whose cache holds all but the last token of its prompt, into ``slot`` as ``new``."""
+def insert(plan: Plan, params: Params, rows: Any, staged: Cache, row: Any, slot: Any, new: Newcomer) -> Any:
+    """The rows, with staged row ``row`` in ``slot`` as ``new``. It must hold all but the last token of its prompt."""
     key = jnp.where(new.sample < 0, new.key, jax.random.fold_in(new.key, jnp.maximum(new.sample, 0)))
-    cache = take_rows(state.staged, jnp.asarray(row)[None])
+    cache = take_rows(staged, jnp.asarray(row)[None])
     prompt = Prompt(new.tokens, new.length, None)
     made = plan.decoder.init(params, key[None], prompt, new.rules, max_new_tokens=plan.new, cache=cache)
-    return dataclasses.replace(state, rows=put_rows(state.rows, jnp.asarray(slot)[None], made))
+    return put_rows(rows, jnp.asarray(slot)[None], made)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def step(
-    plan: Plan, params: Params, state: EngineState, n: Any, enough: Any
-) -> tuple[EngineState, tuple[jax.Array, jax.Array]]:
-    """At most ``n`` steps of all slots, fewer once ``enough`` rows have ended or none runs.
+def step(plan: Plan, params: Params, rows: Any, n: Any, enough: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    """The rows after at most ``n`` steps, fewer once ``enough`` of them have ended or none runs.
 
-    Returns the steps taken, and the tokens: the running rows of each, summed.
+    Beside them: how many steps, and the tokens that were written.
     """
-    at_first = jnp.sum(state.rows.finish == Finish.RUNNING)
+    at_first = jnp.sum(rows.finish == Finish.RUNNING)
 
     def more(carry: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         i, _, rows = carry
@@ -139,21 +141,24 @@ def step(
         return (i < n) & (running > 0) & (at_first - running < enough)
 
     def one(carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
-        i, busy, rows = carry
-        busy = busy + jnp.sum(rows.finish == Finish.RUNNING)
-        return i + 1, busy, plan.decoder.step(params, rows)[0]
+        i, written, rows = carry
+        rows, info = plan.decoder.step(params, rows)
+        return i + 1, written + jnp.sum(info.count), rows
 
     zero = jnp.zeros((), jnp.int32)
-    steps, busy, rows = jax.lax.while_loop(more, one, (zero, jnp.zeros_like(at_first), state.rows))
-    return dataclasses.replace(state, rows=rows), (steps, busy)
+    steps, written, rows = jax.lax.while_loop(more, one, (zero, jnp.zeros_like(at_first), rows))
+    return rows, (steps, written)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def stop(plan: Plan, state: EngineState, rows: Any) -> EngineState:
+@jax.jit
+def _stopped(finish: jax.Array, rows: Any) -> jax.Array:
+    return jnp.where(rows & (finish == Finish.RUNNING), jnp.asarray(Finish.STOP, finish.dtype), finish)
+
+
+def stop(state: EngineState, rows: np.ndarray) -> EngineState:
     """End the running ones of ``rows[B]`` (bool) as if by a stop sequence."""
-    finish = state.rows.finish
-    ended = jnp.where(rows & (finish == Finish.RUNNING), jnp.asarray(Finish.STOP, finish.dtype), finish)
-    return dataclasses.replace(state, rows=dataclasses.replace(state.rows, finish=ended))
+    finish = _stopped(state.rows.finish, rows)
+    return dataclasses.replace(state, rows=dataclasses.replace(state.rows, finish=finish))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -88,6 +88,8 @@ class Engine:
 
         draining: once it says so no more requests are taken, and those without a slot are dropped; the rest finishes.
         """
+        self._drop(None)  # what an earlier call may have left when it was given up
+        self._held = 0
         source, more = iter(requests), True
         driver: Driver | None = None
         key: Hashable = None
