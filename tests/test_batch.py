@@ -242,6 +242,7 @@ def test_it_goes_on_only_with_the_same_settings_and_file(tmp_path: Path) -> None
         (["--temperature", "-1", "IN", "OUT"], "temperature"),
         (["--seed", "-1", "IN", "OUT"], "--seed"),
         (["IN", "no/folder/out.jsonl"], "no/folder"),
+        (["--no-resume", "IN", "IN"], "another file"),
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path: Path, options: list[str], about: str) -> None:

@@ -64,6 +64,9 @@ def run(asked: Asked, defaults: Request) -> int:
         with bad_input():
             source = Path(asked.source).expanduser()
             source.open("rb").close()  # before the model is loaded
+            target = Path(asked.target).expanduser()
+            if target.exists() and target.samefile(source):
+                raise BadInput(f"OUT: expected another file than IN, got {asked.target}")
             defaults = defaults._replace(constraints=constraining.read(defaults.constraints))
             how: Any = {"dtype": defaults.dtype, "quantize": defaults.quantize}
             loaded = jaxdecode.load(defaults.model, **how, progress=progress)

@@ -217,10 +217,9 @@ class Driver:
         self._change(staged=programs.prefill(self.plan.decoder, self.params, self.state.staged, tokens, count))
 
     def _seat_ready(self) -> None:
-        """Move rows whose prompt is computed into free slots, in the order they were staged; keep prefixes."""
-        for row, s in enumerate(self._staged):
-            if s is None or not s.ready:
-                continue
+        """Move rows whose prompt is computed into free slots, the oldest first; keep prefixes."""
+        ready = [(row, s) for row, s in enumerate(self._staged) if s is not None and s.ready]
+        for row, s in sorted(ready, key=lambda x: -1 if x[1].job is None else x[1].job.number):
             if s.job is None:
                 place = self._prefixes.store(s.tokens)
                 self._change(kept=programs.keep(self.state.kept, self.state.staged, np.int32(row), np.int32(place)))
