@@ -90,18 +90,17 @@ def test_every_line_gets_what_generate_gives_for_it_alone(tmp_path: Path) -> Non
 def test_lines_of_any_structure_stand_beside_each_other(tmp_path: Path) -> None:
     lines = [
         {"id": 1, "prompt": "hello "},
-        {"id": 2, "prompt": "hello ", "temperature": 1.2, "top_p": 0.9, "num_samples": 3, "seed": 5},
+        {"id": 2, "prompt": "hello ", "temperature": 1.2, "num_samples": 3, "seed": 5},
         {"id": 3, "prompt": "hello ", "choices": ["yes", "no"], "temperature": 1},
         {"id": 4, "prompt": "hello ", "stop": "r", "temperature": 1.2},
-        {"id": 5, "prompt": "hello ", "logprobs": True, "top_logprobs": 2},
+        {"id": 5, "prompt": "hello ", "logprobs": True},
         {"id": 6, "prompt": [104], "logit_bias": {"120": 50, "121": 60}, "bad_words": ["y"], "xtc": [0.5, 0.1]},
         {"prompt": "hello ", "temperature": 1.5},
     ]
     told = run(tmp_path, lines)
     assert [t["id"] for t in told] == [1, 2, 3, 4, 5, 6, "line-7"]
-    warm: dict[str, Any] = {"temperature": 1.2, "top_p": 0.9}
     assert told[0]["tokens"] == library("hello ", "1").to_lists()[0]
-    expected = library("hello ", "2", 5, num_samples=3, **warm).to_lists()[0]
+    expected = library("hello ", "2", 5, num_samples=3, temperature=1.2).to_lists()[0]
     assert [c["tokens"] for c in told[1]["choices"]] == expected
     assert told[2]["text"] in ("yes", "no")
     assert told[2]["log_weight"] < 0
@@ -109,16 +108,16 @@ def test_lines_of_any_structure_stand_beside_each_other(tmp_path: Path) -> None:
     assert "r" in free
     assert (told[3]["text"], told[3]["finish"]) == (free.split("r")[0], "stop")
     assert told[3]["tokens"] == list(free.split("r")[0].encode() + b"r")
-    assert [step[0]["id"] for step in told[4]["top_logprobs"]] == told[4]["tokens"] == told[0]["tokens"]
-    assert [step[0]["logprob"] for step in told[4]["top_logprobs"]] == pytest.approx(told[4]["logprobs"])
+    assert told[4]["tokens"] == told[0]["tokens"]
+    np.testing.assert_allclose(told[4]["logprobs"], library("hello ", "1").logprob[0, : len(told[4]["tokens"])], 1e-5)
     assert told[5]["text"] == "x" * N
     assert told[6]["tokens"] == library("hello ", "line-7", temperature=1.5).to_lists()[0]
 
 
 def test_options_are_the_defaults_of_the_lines(tmp_path: Path) -> None:
     lines = [{"id": "a", "prompt": "hello "}, {"id": "b", "prompt": "hello ", "temperature": 0}]
-    told = run(tmp_path, lines, "--temperature", "1.2", "--seed", "9", "--top-p", "0.9")
-    assert told[0]["tokens"] == library("hello ", "a", 9, temperature=1.2, top_p=0.9).to_lists()[0]
+    told = run(tmp_path, lines, "--temperature", "1.2", "--seed", "9")
+    assert told[0]["tokens"] == library("hello ", "a", 9, temperature=1.2).to_lists()[0]
     assert told[1]["tokens"] == library("hello ", "b").to_lists()[0]
 
 

@@ -123,7 +123,7 @@ class Driver:
         self._insert(0, self.plan.slots, first, 0)
         self._run(0, 0)
         self.state = programs.stop(self.state, np.zeros((self.plan.slots,), bool))
-        programs.collect(self.plan, self.state, 0)
+        programs.collect(self.plan.decoder, self.state, 0)
 
     def _change(self, **parts: Any) -> None:
         self.state = dataclasses.replace(self.state, **parts)
@@ -240,13 +240,13 @@ class Driver:
         number = np.int32(sample if job.samples > 1 else -1)
         new = Newcomer(tokens, np.array([len(job.prompt)], np.int32), job.key, number, job.rules)
         where = np.int32(row), np.int32(slot)
-        rows = programs.insert(self.plan, self.params, self.state.rows, self.state.staged, *where, new)
+        rows = programs.insert(self.plan.decoder, self.params, self.state.rows, self.state.staged, *where, new)
         self._change(rows=rows)
 
     def _run(self, n: int, enough: int) -> tuple[int, int]:
         """At most n steps; how many, and the tokens they wrote."""
         limits = np.int32(n), np.int32(enough)
-        rows, counts = programs.step(self.plan, self.params, self.state.rows, *limits)
+        rows, counts = programs.step(self.plan.decoder, self.params, self.state.rows, *limits)
         self._change(rows=rows)
         steps, written = jax.device_get(counts)
         return int(steps), int(written)
@@ -282,7 +282,7 @@ class Driver:
         for slot, seat in enumerate(self._seats):
             if seat is None or (finish[slot] == Finish.RUNNING and slot not in ended):
                 continue
-            out = programs.collect(self.plan, self.state, slot)
+            out = programs.collect(self.plan.decoder, self.state, slot)
             seat.job.outs[seat.sample] = cut(out, ended[slot]) if slot in ended else out
             early[slot] = finish[slot] == Finish.RUNNING
             self._seats[slot] = None

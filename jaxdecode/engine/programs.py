@@ -118,17 +118,18 @@ def prefill(decoder: Decoder, params: Params, staged: Cache, tokens: Any, count:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def insert(plan: Plan, params: Params, rows: Any, staged: Cache, row: Any, slot: Any, new: Newcomer) -> Any:
+def insert(decoder: Decoder, params: Params, rows: Any, staged: Cache, row: Any, slot: Any, new: Newcomer) -> Any:
     """The rows, with staged row ``row`` in ``slot`` as ``new``. It must hold all but the last token of its prompt."""
     key = jnp.where(new.sample < 0, new.key, jax.random.fold_in(new.key, jnp.maximum(new.sample, 0)))
     cache = take_rows(staged, jnp.asarray(row)[None])
     prompt = Prompt(new.tokens, new.length, None)
-    made = plan.decoder.init(params, key[None], prompt, new.rules, max_new_tokens=plan.new, cache=cache)
+    size = rows.tokens.shape[1] - new.tokens.shape[1]
+    made = decoder.init(params, key[None], prompt, new.rules, max_new_tokens=size, cache=cache)
     return put_rows(rows, jnp.asarray(slot)[None], made)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def step(plan: Plan, params: Params, rows: Any, n: Any, enough: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+def step(decoder: Decoder, params: Params, rows: Any, n: Any, enough: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
     """The rows after at most ``n`` steps, fewer once ``enough`` of them have ended or none runs.
 
     Beside them: how many steps, and the tokens that were written.
@@ -142,7 +143,7 @@ def step(plan: Plan, params: Params, rows: Any, n: Any, enough: Any) -> tuple[An
 
     def one(carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
         i, written, rows = carry
-        rows, info = plan.decoder.step(params, rows)
+        rows, info = decoder.step(params, rows)
         return i + 1, written + jnp.sum(info.count), rows
 
     zero = jnp.zeros((), jnp.int32)
@@ -162,11 +163,11 @@ def stop(state: EngineState, rows: np.ndarray) -> EngineState:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _finished(plan: Plan, rows: Any, slot: Any) -> Generated:
-    return plan.decoder.finish(take_rows(rows, jnp.asarray(slot)[None]))
+def _finished(decoder: Decoder, rows: Any, slot: Any) -> Generated:
+    return decoder.finish(take_rows(rows, jnp.asarray(slot)[None]))
 
 
-def collect(plan: Plan, state: EngineState, slot: int) -> Generated:
+def collect(decoder: Decoder, state: EngineState, slot: int) -> Generated:
     """What the row in ``slot`` has written, as NumPy arrays with one row. The slot is free to be taken."""
     rows = dataclasses.replace(state.rows, cache=())
-    return jax.tree.map(np.array, jax.device_get(_finished(plan, rows, np.int32(slot))))
+    return jax.tree.map(np.array, jax.device_get(_finished(decoder, rows, np.int32(slot))))
