@@ -37,7 +37,6 @@ Seed = Annotated[int, typer.Option(metavar="N", help="The same seed writes the s
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="The most tokens to write.")]
 Dtype = Annotated[DtypeName, typer.Option(help="Type of the weights.")]
 SchemeName = Literal["int8", "int8_weights"]
-OrderName = Literal["input", "finished"]
 Quantize = Annotated[
     SchemeName | None,
     typer.Option(help="Weights as int8: int8 rounds the activations too, int8_weights leaves them as they are."),
@@ -244,82 +243,6 @@ def chat(
 
 
 @app.command(
-    cls=GroupedCommand,
-    epilog=examples(
-        "jaxdecode batch prompts.jsonl answers.jsonl",
-        "jaxdecode batch --chat --temperature 0.7 --top-p 0.9 --seed 3 questions.jsonl answers.jsonl",
-        "jaxdecode batch --shard 1/2 prompts.jsonl first_half.jsonl",
-    ),
-)
-@with_decoding
-def batch(
-    *,
-    more: dict[str, Any],
-    source: Annotated[str, typer.Argument(metavar="IN", help="A file with a JSON object on each line.")],
-    target: Annotated[str, typer.Argument(metavar="OUT", help="The file for a JSON object of each line's result.")],
-    model: ModelOption = "smollm2-135m",
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = 0,
-    num_samples: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Write N texts for each line, each with its own numbers.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; may be given several times.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are messages to answer; else texts to continue.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message in front of messages.")] = None,
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="Tell each token's log probability.")] = False,
-    top_logprobs: Annotated[
-        int, typer.Option(metavar="M", min=0, help="Tell also those of the M most probable tokens at each step.")
-    ] = 0,
-    slots: Annotated[int, typer.Option(metavar="N", min=1, help="Rows that are decoded together.")] = 16,
-    shard: Annotated[str, typer.Option(metavar="I/N", help="Only every N-th line, beginning with line I.")] = "1/1",
-    order: Annotated[OrderName, typer.Option(help="Results in the order of the lines, or as they finish.")] = "input",
-    resume: Annotated[bool, typer.Option(help="Go on with the file that is there, or begin it anew.")] = True,
-    share_prefixes: Annotated[bool, typer.Option(help="Compute what prompts have in common once.")] = True,
-    dtype: Dtype = "float32",
-    quantize: Quantize = None,
-    no_compile_cache: NoCompileCache = False,
-) -> None:
-    """Answer every line of a file.
-
-    A line is {"id": ..., "prompt": ...} or has messages, and any of these settings by name; or it is one of OpenAI's
-    batch files. A kill loses nothing: the same command goes on.
-    """
-    from jaxdecode.cli.batch import Asked, run, shard_of
-    from jaxdecode.cli.choices import Request
-
-    constraints = {name: more.pop(name) for name in CONSTRAINTS if name in more}
-    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    request = Request(
-        model=model,
-        dtype=dtype,
-        quantize=quantize,
-        chat=chat,
-        system=system,
-        seed=seed,
-        settings={"max_new_tokens": max_new_tokens, **numbers, **more},
-        num_samples=num_samples,
-        logprobs=logprobs or top_logprobs > 0,
-        top_logprobs=top_logprobs,
-        stops=tuple(stop or ()),
-        constraints=constraints,
-        record=None,
-        json=True,
-        stream=False,
-        compile_cache=not no_compile_cache,
-    )
-    asked = Asked(source, target, slots, shard_of(shard), order == "input", resume, share_prefixes)
-    raise typer.Exit(run(asked, request))
-
-
-@app.command(
     epilog=examples(
         "jaxdecode inspect smollm2-135m",
         "jaxdecode inspect --dtype bfloat16 --json model.gguf",
@@ -394,3 +317,6 @@ def bench(
         json=json,
     )
     raise typer.Exit(run(asked))
+
+
+import jaxdecode.cli.app_batch  # noqa: E402, F401  # one command more, which needs the options above

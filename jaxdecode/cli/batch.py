@@ -89,7 +89,7 @@ def run(asked: Asked, defaults: Request) -> int:
 
 def _same(asked: Asked, defaults: Request) -> dict[str, Any]:
     """What a run must have in common with the one that it goes on with."""
-    ignored = ("record", "json", "stream", "compile_cache")
+    ignored = ("record", "json", "stream", "compile_cache", "draft")
     request = {name: value for name, value in defaults._asdict().items() if name not in ignored}
     return {**request, "shard": asked.shard, "order": "input" if asked.in_order else "finished"}
 

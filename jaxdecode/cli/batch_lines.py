@@ -16,7 +16,9 @@ __all__ = ["CHAT_URL", "TEXT_URL", "BadLine", "Line", "parse"]
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 NUMBERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
 WORDS = {"chat": bool, "system": str, "seed": int, "num_samples": int, "logprobs": bool, "top_logprobs": int}
-OWN = {"prompt", "messages", "stop", *NUMBERS, *WORDS, *SETTINGS, *TEXTS, *CONSTRAINTS}
+WORDS |= {"best_of": int}
+SEARCH = {"beams": int, "without_replacement": bool}
+OWN = {"prompt", "messages", "stop", "length_penalty", *NUMBERS, *WORDS, *SEARCH, *SETTINGS, *TEXTS, *CONSTRAINTS}
 GRAMMARS = {"regex", "json_schema", "choices"}
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "n": "num_samples"}
 NO_EFFECT = {"user", "metadata", "store", "service_tier"}  # what a server notes, and no text depends on
@@ -100,6 +102,9 @@ def _request(fields: dict[str, Any], defaults: Request) -> Request:
         if name in WORDS:
             _require(type(value) is WORDS[name], name, f"{WORDS[name].__name__}", value)
             changed[name] = value
+        elif name in SEARCH:
+            _require(type(value) is SEARCH[name], name, SEARCH[name].__name__, value)
+            settings[name] = value
         elif name == "stop":
             changed["stops"] = _texts(name, value)
         elif name in CONSTRAINTS:
@@ -109,7 +114,7 @@ def _request(fields: dict[str, Any], defaults: Request) -> Request:
             if value is not None:
                 constraints[name] = _constraint(name, value)
         elif value is None:
-            _require(name not in ("max_new_tokens", "temperature"), name, "a number", None)
+            _require(name not in ("max_new_tokens", "temperature", "length_penalty"), name, "a number", None)
             settings.pop(name, None)
         else:
             settings[name] = _texts(name, value) if name in TEXTS else _setting(name, value)
@@ -192,5 +197,5 @@ def _translated(fields: dict[str, Any], defaults: Request) -> tuple[str, dict[st
 def same_program(line: Line) -> str:
     """Equal for lines with the same settings."""
     request = line.request
-    known = (request.settings, request.constraints, request.num_samples, request.top_logprobs)
+    known = (request.settings, request.constraints, request.num_samples, request.best_of, request.top_logprobs)
     return json.dumps(known, default=str)

@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from jaxdecode.cli.batch_lines import CHAT_URL, BadLine, Line
-from jaxdecode.cli.choices import FAILURES, Written, choice, token_text
+from jaxdecode.cli.choices import FAILURES, Written, best, choice, token_text
 
 if TYPE_CHECKING:
     from jaxdecode.base import Generated
@@ -17,15 +17,19 @@ __all__ = ["answered", "failed", "written"]
 
 def written(tokenizer: Tokenizer, line: Line, out: Generated) -> Written:
     """The rows' texts, up to their stop strings."""
+    from jaxdecode.cli.generate import hypotheses
     from jaxdecode.cli.writing import RowText
 
-    continuation = line.messages is None and not line.request.chat
-    texts = [RowText(tokenizer, stops=line.request.stops, continuation=continuation) for _ in range(len(out.length))]
+    request = line.request
+    texts = [RowText(tokenizer, stops=request.stops, continuation=not request.chat) for _ in range(request.rows)]
+    if out.count is not None:
+        return hypotheses(texts, out, [])
     for text, ids in zip(texts, out.to_lists(), strict=True):
         for token in ids:
             text.push([token])
         text.flush()
-    return Written(texts, [t.finish(int(f)) for t, f in zip(texts, out.finish, strict=True)], out, [])
+    rows = Written(texts, [t.finish(int(f)) for t, f in zip(texts, out.finish, strict=True)], out, [[] for _ in texts])
+    return rows if request.best_of is None else best(rows, request.num_samples or 1)
 
 
 def answered(tokenizer: Tokenizer, line: Line, prompt_tokens: int, out: Generated) -> dict[str, Any]:
@@ -33,11 +37,17 @@ def answered(tokenizer: Tokenizer, line: Line, prompt_tokens: int, out: Generate
     rows = written(tokenizer, line, out)
     told = [choice(tokenizer, rows, row, line.request) for row in range(len(rows.texts))]
     if line.url is None:
-        about = {"id": line.id, "prompt_tokens": prompt_tokens}
-        return about | (told[0] if line.request.num_samples is None else {"choices": told})
+        about: dict[str, Any] = {"id": line.id, "prompt_tokens": prompt_tokens}
+        if rows.certified is not None:
+            about |= {"certified": rows.certified, "certificate_gap": rows.certificate_gap}
+        return about | (told[0] if line.request.several is None else {"choices": told})
     bad = next((name for name in rows.finish if name in FAILURES), None)
     if bad is not None:
         return _openai(line.id, None, {"code": bad, "message": FAILURES[bad]})
+    return _openai(line.id, _response(tokenizer, line, prompt_tokens, told), None)
+
+
+def _response(tokenizer: Tokenizer, line: Line, prompt_tokens: int, told: list[dict[str, Any]]) -> dict[str, Any]:
     shape = _chat_choice if line.url == CHAT_URL else _text_choice
     completion = sum(c["completion_tokens"] for c in told)
     body = {
@@ -52,7 +62,7 @@ def answered(tokenizer: Tokenizer, line: Line, prompt_tokens: int, out: Generate
             "total_tokens": prompt_tokens + completion,
         },
     }
-    return _openai(line.id, {"status_code": 200, "request_id": "req_" + _name(line.id), "body": body}, None)
+    return {"status_code": 200, "request_id": "req_" + _name(line.id), "body": body}
 
 
 def failed(bad: BadLine) -> dict[str, Any]:

@@ -36,7 +36,10 @@ class Request(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a request: ``out``, a row for each sample, as NumPy arrays; or an ``error``, what was wrong."""
+    """What became of a request: ``out``, a row for each sample, as NumPy arrays; or an ``error``, what was wrong.
+
+    With beams, or samples without replacement, ``out`` is what ``generate`` gives: one row, with an axis K.
+    """
 
     request: Request
     out: Generated | None

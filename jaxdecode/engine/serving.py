@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdecode import checks, keys
+from jaxdecode import checks, generation, keys
 from jaxdecode.base import Decoder, Model, Params, Rules
-from jaxdecode.decoders import common, sample
 from jaxdecode.engine.driver import Driver, Options, Stats, Turn
 from jaxdecode.engine.programs import Plan
 from jaxdecode.engine.requests import Job, Request, Result, check, one_row, signature
@@ -40,8 +39,8 @@ class Engine:
 
     ``serve(requests)`` takes requests as it has room for them (at most ``options.window`` are in it at any time) and
     gives back results as they finish. Every row is what ``generate`` writes for this prompt alone with the row's key
-    (S6.3 apart). decoder: makes the decoder for some settings; default: ``sample``, as ``generate``. decoder_params:
-    what its steps take as params, if that is not the model's own.
+    (S6.3 apart). Beams, which are no rows, are left to ``generate``, between the steps. decoder: makes the decoder for
+    some settings; default: that of ``generate``. decoder_params: what its steps take as params, if not the model's own.
 
     >>> from jaxdecode.testing import markov_model
     >>> import jax.numpy as jnp
@@ -69,14 +68,14 @@ class Engine:
             checks.require(isinstance(value, int) and value >= 1, name, "a whole number >= 1", value)
         checks.require(self.options.prefixes >= 0, "prefixes", "a whole number >= 0", self.options.prefixes)
         checks.require(0 <= self.options.refill <= 1, "refill", "a share in [0, 1]", self.options.refill)
-        self._decoder = self._sample if decoder is None else decoder
+        self._decoder = self._usual if decoder is None else decoder
         self._decoder_params = params if decoder_params is None else decoder_params
         self._on_turn = on_turn
         self.stats = Stats()
-        cache = jax.eval_shape(lambda p: model.init_cache(p, 1, 1), params)
-        self.vocab_size = int(common.logits_spec(model, params, cache).shape[-1])
+        self.vocab_size = generation.vocab_size_of(model, params)
         self._rules: dict[int, tuple[Settings, Rules, Hashable, Decoder]] = {}
         self._groups: dict[Hashable, _Group] = {}
+        self._alone: deque[Request] = deque()  # those whose decoder has no rows to put into slots
         self._lengths: dict[int, bool] = {}  # whether the model has room for so many tokens
         self._held = 0
         self._number = 0
@@ -98,10 +97,13 @@ class Engine:
                 more = False
                 self._drop(driver)
             more = more and (yield from self._take(source))
+            if self._alone:
+                self._held -= 1
+                yield self._result(self._alone.popleft())
             if driver is None or not (driver.active or driver.waiting):
                 driver, key = None, self._oldest()  # the old one's memory goes first
                 if key is None:
-                    if more:
+                    if more or self._alone:
                         continue
                     return
                 driver = self._driver(self._groups[key])
@@ -128,6 +130,9 @@ class Engine:
     def _accept(self, request: Request) -> None:
         """Check a request and put it into its group. ValueError: it cannot be served."""
         prompt = check(request, self.vocab_size)
+        if request.settings.width is not None:
+            self._alone.append(request)
+            return
         rules, group_key, decoder = self._prepared(request.settings)
         if request.key is None:
             checks.require(bool(np.all(rules.greedy)), "key", "a jax.random.key, since the temperature is not 0", None)
@@ -137,6 +142,15 @@ class Engine:
         self._sizes([job])
         group = self._groups.setdefault(group_key, _Group(decoder))
         group.waiting.append(job)
+
+    def _result(self, request: Request) -> Result:
+        """That of a request whose hypotheses belong together, by ``generate``: ``out`` has one row, with an axis K."""
+        key = None if request.key is None else keys.check_key(request.key)[None]
+        try:
+            out = generation.generate(self.model, self.params, [request.prompt], key=key, settings=request.settings)
+        except ValueError as error:
+            return Result(request, None, str(error))
+        return Result(request, jax.tree.map(np.array, jax.device_get(out)))
 
     def _prepared(self, settings: Settings) -> tuple[Rules, Hashable, Decoder]:
         """The rules of one row, what makes its program another one, and its decoder; kept for equal objects."""
@@ -149,8 +163,8 @@ class Engine:
             found = self._rules[id(settings)] = (settings, rules, (decoder, signature(rules)), decoder)
         return found[1:]
 
-    def _sample(self, settings: Settings) -> Decoder:
-        return sample(self.model, top_logprobs=settings.top_logprobs, log_weight=settings.constrained)
+    def _usual(self, settings: Settings) -> Decoder:
+        return generation.decoder_of(self.model, settings)
 
     def _sizes(self, jobs: Iterable[Job], prompt: int = 0, new: int = 0) -> tuple[int, int]:
         """(prompt, new) of rows in which as many of the first jobs as possible fit, and more up to the sizes given.
@@ -211,5 +225,6 @@ class Engine:
     def _drop(self, driver: Driver | None) -> None:
         for group in self._groups.values():
             group.waiting.clear()
+        self._alone.clear()
         if driver is not None:
             driver.drop_unstarted()

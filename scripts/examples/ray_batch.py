@@ -31,7 +31,7 @@ class Worker:
         self.loaded = jaxdecode.load(model)
         self.engine = Engine(self.loaded.model, self.loaded.params)
         self.translate = Translator(self.loaded, Progress())
-        plain = dict.fromkeys(("quantize", "system", "num_samples", "record"))
+        plain = dict.fromkeys(("quantize", "system", "num_samples", "best_of", "record"))
         flags = dict.fromkeys(("chat", "logprobs", "stream", "compile_cache"), False)
         fixed = {"dtype": "float32", "top_logprobs": 0, "stops": (), "constraints": {}, "json": True}
         self.defaults = Request(model=model, seed=seed, settings=settings, **plain, **flags, **fixed)
@@ -73,7 +73,7 @@ def dataset(source: Path, model: str, settings: dict[str, Any], workers: int) ->
 
 def main() -> None:
     model, source, folder, *rest = sys.argv[1:]
-    settings = {"max_new_tokens": 128, "temperature": 0.0}
+    settings = {"max_new_tokens": 128, "temperature": 0.0, "beams": None, "without_replacement": False}
     results = dataset(Path(source), model, settings, int(rest[0]) if rest else 1)
     results.sort("number").write_json(folder)
 
