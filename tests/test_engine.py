@@ -232,6 +232,21 @@ def test_draining_finishes_the_rows_in_slots_and_takes_no_more(expected: Generat
         assert_same(result, expected, IDS.index(result.request.id))
 
 
+def test_rows_that_draft_from_their_own_text_write_the_same_in_fewer_steps() -> None:
+    """A decoder whose rows take several tokens in a step: greedy rows are the arg-max chain of the table."""
+    drafting = Settings(max_new_tokens=N, temperature=0, prompt_lookup=3)
+    made = Engine(MODEL, TABLE, options=Options(slots=5, staged=3, chunk=16))
+    results = [*made.serve(Request(i, PROMPTS[i], drafting) for i in range(8))]
+    for result in results:
+        text = ([PROMPTS[result.request.id][0]] + PROMPTS[result.request.id])[-2:]
+        for _ in range(N):
+            text.append(int(TABLE[text[-2], text[-1]].argmax()))
+        assert result.out is not None
+        assert result.out.to_lists() == [text[2:]]
+    assert made.stats.busy == 8 * N
+    assert made.stats.steps < 2 * N
+
+
 # A transformer: real caches, prefixes that are shared, slots that are used again.
 
 CONFIG = TransformerConfig(
