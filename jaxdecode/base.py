@@ -60,11 +60,14 @@ class Model(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """Right-padded prompts: ``tokens[B,S]``, ``length[B]`` >= 1, ``cached[B]`` = leading tokens the cache holds."""
+    """Right-padded prompts: ``tokens[B,S]``, ``length[B]`` >= 1, ``cached[B]`` = leading tokens the cache holds.
+
+    ``cached=None``: all but the last token of each row, so that nothing of the prompt is left to compute.
+    """
 
     tokens: jax.Array
     length: jax.Array
-    cached: jax.Array
+    cached: jax.Array | None
 
 
 class Decoder(NamedTuple):

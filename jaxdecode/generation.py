@@ -145,7 +145,7 @@ def _whole(plan: _Plan, params: Params, given: Cache | None, keys: Any, prompt: 
     result = plan.decoder.finish(run_until_done(plan.decoder, params, state))
     if plan.samples == 1:
         return result
-    return jax.tree.map(lambda x: x.reshape(-1, plan.samples, *x.shape[1:]), result)
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] // plan.samples, plan.samples, *x.shape[1:]), result)
 
 
 def _prepare(

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxdecode import checks
 
-__all__ = ["Stream", "check_key", "row_keys", "uniform"]
+__all__ = ["Stream", "check_key", "row_key", "row_keys", "uniform"]
 
 
 class Stream(enum.IntEnum):
@@ -87,9 +87,8 @@ def row_keys(key: jax.Array, batch_size: int, row_ids: Sequence[int | str] | jax
     if kinds == {True, False}:
         raise ValueError("row_ids: expected all integers or all strings, got both")
     if kinds == {True}:
-        words = np.array([np.frombuffer(hashlib.sha256(str(i).encode()).digest()[:8], ">u4") for i in row_ids])
-        first = _fold_all(key, words[:, 0].astype(np.uint32))
-        return jax.vmap(jax.random.fold_in)(first, words[:, 1].astype(np.uint32))
+        words = np.array([_words(str(i)) for i in row_ids])
+        return jax.vmap(jax.random.fold_in)(_fold_all(key, words[:, 0]), words[:, 1])
     ids = np.asarray(row_ids)
     checks.require(
         np.issubdtype(ids.dtype, np.integer) and bool(np.all((ids >= 0) & (ids < 2**32))),
@@ -98,6 +97,20 @@ def row_keys(key: jax.Array, batch_size: int, row_ids: Sequence[int | str] | jax
         ids,
     )
     return _fold_all(key, ids.astype(np.uint32))
+
+
+def row_key(key: jax.Array, row_id: str) -> jax.Array:
+    """The key of one row: that of ``row_keys(key, 1, [row_id])``, by one small compiled program."""
+    return _fold_words(check_key(key), _words(row_id))
+
+
+def _words(row_id: str) -> np.ndarray:
+    return np.frombuffer(hashlib.sha256(row_id.encode()).digest()[:8], ">u4").astype(np.uint32)
+
+
+@jax.jit
+def _fold_words(key: jax.Array, words: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1])
 
 
 def _fold_all(key: jax.Array, ids: Any) -> jax.Array:

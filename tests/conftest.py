@@ -26,6 +26,7 @@ UNOPTIMIZED = (
     "composition",
     "constraints",
     "doc",
+    "engine",
     "hub",
     "models_from_models",
 )

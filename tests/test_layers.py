@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "constraints": BOTTOM | {"transforms"},
     **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "constraints", "processing"}),
     **dict.fromkeys(
-        ["loop", "generation", "scoring", "session", "checkpoint", "text", "benchmark"], EVERYTHING - {"cli"}
+        ["loop", "generation", "scoring", "session", "engine", "checkpoint", "text", "benchmark"], EVERYTHING - {"cli"}
     ),
     "cli": EVERYTHING,
 }

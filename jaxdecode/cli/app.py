@@ -317,3 +317,6 @@ def bench(
         json=json,
     )
     raise typer.Exit(run(asked))
+
+
+import jaxdecode.cli.app_batch  # noqa: E402, F401  # one command more, which needs the options above

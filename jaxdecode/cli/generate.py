@@ -173,13 +173,13 @@ def write(
                 break
     out = jax.device_get(steps.result())
     if settings.width is not None:
-        return _beams(texts, out, keys)
+        return hypotheses(texts, out, keys)
     for text in texts:
         take(text.flush())
     return Written(texts, [t.finish(int(f)) for t, f in zip(texts, out.finish, strict=True)], out, keys)
 
 
-def _beams(texts: list[RowText], out: Generated, keys: list[list[int]]) -> Written:
+def hypotheses(texts: list[RowText], out: Generated, keys: list[list[int]]) -> Written:
     """The hypotheses of the one prompt that exist."""
     assert out.count is not None
     texts = texts[: int(out.count[0])]

@@ -42,7 +42,9 @@ def check_prompt(prompt: Prompt, keys: jax.Array, vocab_size: int) -> jax.Array:
     tokens, length, cached = prompt
     batch, size = tokens.shape
     for name, x in (("length", length), ("cached", cached), ("keys", keys)):
-        checks.require(x.shape == (batch,), name, f"shape ({batch},)", x.shape)
+        if x is not None:
+            checks.require(x.shape == (batch,), name, f"shape ({batch},)", x.shape)
+    cached = jnp.zeros_like(length) if cached is None else cached
     checks.require(jnp.issubdtype(tokens.dtype, jnp.integer), "prompt.tokens", "integers", tokens.dtype)
     inside = jnp.arange(size, dtype=jnp.int32)[None, :] < length[:, None]
     tests = (
@@ -75,7 +77,10 @@ def room(cache: Cache, prompt: Prompt) -> jax.Array | None:
     """Tokens that may follow each row's prompt, [B], until some node of the cache is full; None if none says."""
     nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, Bounded))
     left = [node.capacity - node.length for node in nodes if isinstance(node, Bounded)]
-    return jnp.min(jnp.stack(left), axis=0) - (prompt.length - prompt.cached) if left else None
+    if not left:
+        return None
+    rest = 1 if prompt.cached is None else prompt.length - prompt.cached
+    return jnp.min(jnp.stack(left), axis=0) - rest
 
 
 def settled(valid: jax.Array, limit: jax.Array) -> jax.Array:
@@ -107,7 +112,8 @@ def begin(
     shape = np.shape(prompt.tokens)
     checks.require(len(shape) == 2 and shape[1] >= 1, "prompt.tokens", "shape [B, S], S >= 1", shape)
     batch, size = shape
-    prompt = Prompt(prompt.tokens.astype(jnp.int32), *(x.astype(jnp.int32) for x in prompt[1:]))
+    cached = None if prompt.cached is None else prompt.cached.astype(jnp.int32)
+    prompt = Prompt(prompt.tokens.astype(jnp.int32), prompt.length.astype(jnp.int32), cached)
     rows = check_rules(rules, batch, max_new_tokens)
     if cache is None:
         cache = model.init_cache(params, batch, size + max_new_tokens)
@@ -130,6 +136,8 @@ def prefill(model: Model, params: Params, cache: Cache, prompt: Prompt, active: 
     The last one is left to the first step, so no output head runs here. A pass that has nothing to do is skipped.
     """
     tokens, length, cached = prompt
+    if cached is None:
+        return cache
     batch, size = tokens.shape[0], tokens.shape[1] - 1
     count = jnp.where(active, length - 1 - cached, 0)
     if size == 0 or (checks.is_concrete(count) and not np.any(count)):  # the cache holds it all
