@@ -247,11 +247,11 @@ def _continued(
     if room is not None and checks.is_concrete(room) and checks.is_concrete(limit):
         fits = bool(np.all(np.asarray(room) >= np.asarray(limit)))
         checks.require(fits, "max_new_tokens", "what the cache has room for after each prompt", limit)
-    rest = prompt.length - 1 - prompt.cached
+    rest = prompt.length - 1 - cached
     if not checks.is_concrete(rest) or not np.any(rest):
         return prompt, cache
     width = 1 + length_class(int(np.max(rest)))  # fewer than the whole prompt, through which the decoder would go
-    at = np.minimum(prompt.cached[:, None] + np.arange(width), prompt.tokens.shape[1] - 1)
+    at = np.minimum(cached[:, None] + np.arange(width), prompt.tokens.shape[1] - 1)
     left = Prompt(jnp.take_along_axis(jnp.asarray(prompt.tokens), at, axis=1), rest + 1, jnp.zeros_like(rest))
     return prompt._replace(cached=prompt.length - 1), _extend(model, params, cache, left)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxdecode import checks, transforms
 from jaxdecode import keys as keys_
-from jaxdecode.base import Finish, Generated, Model, Params, Prompt, Rules
+from jaxdecode.base import Finish, Generated, Model, Params, Rules
 from jaxdecode.decoders import common
 from jaxdecode.generation import as_prompt, vocab_size_of
 from jaxdecode.rulebook import Settings
@@ -53,37 +53,46 @@ def score(
     """
     vocab_size = vocab_size_of(model, params)
     width = max((len(row) for row in tokens), default=0) if isinstance(tokens, (list, tuple)) else np.shape(tokens)[1]
-    prompt = as_prompt(tokens, lengths, padding, vocab_size)
-    batch = prompt.tokens.shape[0]
+    given = as_prompt(tokens, lengths, padding, vocab_size)
+    batch = given.tokens.shape[0]
     first = checks.whole(start, lambda n: n >= 1, "start", "whole numbers >= 1")
     checks.require(first.shape in ((), (batch,)), "start", f"a number or {batch} of them", f"shape {first.shape}")
-    prompt = prompt._replace(cached=(np if checks.is_concrete(first) else jnp).broadcast_to(first, (batch,)))
+    first = (np if checks.is_concrete(first) else jnp).broadcast_to(first, (batch,))
+    text = _Text(given.tokens, given.length, first)
     checks.require(chunk is None or (type(chunk) is int and chunk > 0), "chunk", "a whole number >= 1", chunk)
     if chunk is None:
         chunk = max(1, min(common.CHUNK, LOGITS // (batch * vocab_size)))
     if settings is None and transform is None:
         checks.require(key is None and row_ids is None, "key, row_ids", "none for the model's own law", "one")
-        out = _raw(_Plan(model, chunk), params, prompt)
+        out = _raw(_Plan(model, chunk), params, text)
     else:
         settings = Settings() if settings is None else settings
-        _check(settings, prompt)
+        _check(settings, text)
         rules = settings.rules(batch, vocab_size, transform=transform)
         keys = keys_.row_keys(jax.random.key(0) if key is None else key, batch, row_ids)
-        out = _processed(_Plan(model, chunk), params, prompt, rules, keys)
+        out = _processed(_Plan(model, chunk), params, text, rules, keys)
     out = out[:, :width]
     if padding == "right":
         return out
-    at = (jnp.arange(width)[None, :] - (width - prompt.length)[:, None]) % width
+    at = (jnp.arange(width)[None, :] - (width - text.length)[:, None]) % width
     return jnp.take_along_axis(out, at, axis=1)
 
 
-def _check(settings: Settings, prompt: Prompt) -> None:
+class _Text(NamedTuple):
+    """Right-padded texts: tokens[B,T], length[B], and the place start[B] of the first token that counts."""
+
+    tokens: jax.Array
+    length: jax.Array
+    start: jax.Array
+
+
+def _check(settings: Settings, text: _Text) -> None:
     """Refuse what has no meaning for a text that is there."""
     for name, none in (("num_samples", 1), ("top_logprobs", 0)):
         value = getattr(settings, name)
         checks.require(value == none, f"score: settings.{name}", str(none), value)
-    if checks.is_concrete(prompt.length) and checks.is_concrete(prompt.cached):
-        output = np.max(np.asarray(prompt.length) - np.asarray(prompt.cached))
+    if checks.is_concrete(text.length) and checks.is_concrete(text.start):
+        output = np.max(np.asarray(text.length) - np.asarray(text.start))
         ok = not settings.constrained or bool(output <= settings.size)
         checks.require(ok, "max_new_tokens", f"at least the {output} tokens after start", settings.size)
 
@@ -95,12 +104,12 @@ class _Plan(NamedTuple):
     chunk: int
 
 
-def _scan(plan: _Plan, params: Params, prompt: Prompt, body: Any, carry: Any) -> jax.Array:
+def _scan(plan: _Plan, params: Params, text: _Text, body: Any, carry: Any) -> jax.Array:
     """``body(carry, logits[B,C,V], place[C]) -> (carry, logprob[B,C])`` over chunks of all places but 0; [B,T].
 
     ``place`` is the index of the token that the logits are about. Chunks of a gradient are computed again.
     """
-    tokens, length, _ = prompt
+    tokens, length, start = text
     batch, inputs = tokens.shape[0], tokens.shape[1] - 1
     if inputs == 0:
         return jnp.zeros((batch, 1), jnp.float32)
@@ -122,7 +131,7 @@ def _scan(plan: _Plan, params: Params, prompt: Prompt, body: Any, carry: Any) ->
     _, out = jax.lax.scan(one, (cache, carry), jnp.arange(count, dtype=jnp.int32))
     out = out.swapaxes(0, 1).reshape(batch, count * width)[:, :inputs]
     place = jnp.arange(inputs + 1, dtype=jnp.int32)[None, :]
-    counts = (place >= prompt.cached[:, None]) & (place < length[:, None])
+    counts = (place >= start[:, None]) & (place < length[:, None])
     return jnp.where(counts, jnp.pad(out, ((0, 0), (1, 0))), 0)
 
 
@@ -136,17 +145,17 @@ def _logprob(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _raw(plan: _Plan, params: Params, prompt: Prompt) -> jax.Array:
+def _raw(plan: _Plan, params: Params, text: _Text) -> jax.Array:
     def body(carry: None, logits: jax.Array, place: jax.Array) -> Any:
-        ids = jnp.take(prompt.tokens, place, axis=1, mode="clip")
+        ids = jnp.take(text.tokens, place, axis=1, mode="clip")
         return carry, _logprob(logits, ids)
 
-    return _scan(plan, params, prompt, body, None)
+    return _scan(plan, params, text, body, None)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _processed(plan: _Plan, params: Params, prompt: Prompt, rules: Rules, keys: jax.Array) -> jax.Array:
-    tokens, length, start = prompt
+def _processed(plan: _Plan, params: Params, text: _Text, rules: Rules, keys: jax.Array) -> jax.Array:
+    tokens, length, start = text
     ctx = Context(tokens, start, start, rules.limit, keys)
 
     def one(states: Any, inputs: tuple[jax.Array, jax.Array]) -> Any:
@@ -165,7 +174,7 @@ def _processed(plan: _Plan, params: Params, prompt: Prompt, rules: Rules, keys: 
         states, out = jax.lax.scan(one, states, (logits.swapaxes(0, 1), place))
         return states, out.swapaxes(0, 1)
 
-    return _scan(plan, params, prompt, body, transforms.init(rules.transform, ctx))
+    return _scan(plan, params, text, body, transforms.init(rules.transform, ctx))
 
 
 def ranking(generated: Generated, *, by: Literal["raw", "processed"] = "raw", length_penalty: Any = 0.0) -> jax.Array:
