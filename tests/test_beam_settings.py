@@ -157,6 +157,23 @@ def test_rows_that_cannot_go_on() -> None:
     assert not late.certified[0]
 
 
+def test_padding_allocation_and_jit_change_nothing() -> None:
+    plain = search(no_repeat_ngram=2)
+    tokens, lengths = np.full((3, 5), 5), np.array([3, 1, 2])
+    for row, prompt in zip(tokens, PROMPTS, strict=True):
+        row[5 - len(prompt) :] = prompt
+    settings = Settings(max_new_tokens=4, beams=3, eos=[5], no_repeat_ngram=2)
+    left = generate(MODEL, TABLE, tokens, lengths=lengths, padding="left", cache_len=40, settings=settings)
+    jax.tree.map(np.testing.assert_array_equal, left, plain)
+    decoder, state = generation.start(MODEL, TABLE, PROMPTS, settings=settings)
+    for _ in range(4):
+        state, _ = decoder.step(TABLE, state)  # op by op
+    out = decoder.finish(state)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    np.testing.assert_allclose(out.score, plain.score, rtol=1e-6)
+    np.testing.assert_array_equal(out.certified, plain.certified)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     for settings, words in (
         ({"top_k": 5}, "top_k on"),
