@@ -34,6 +34,9 @@ UNOPTIMIZED += ("processing_bad_input", "scoring", "session", "settings")
 LAST = ("cli_terminal", "constraint_languages", "hub", "layers", "package", "tokenizer")
 
 
+FEW = pytest.StashKey[bool]()  # whether few optimizations are asked for now
+
+
 def _begins(path: Path, names: tuple[str, ...]) -> bool:
     return path.name.removeprefix("test_").startswith(names)
 
@@ -53,10 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_as_the_file_asks(request: pytest.FixtureRequest) -> None:
-    unoptimized = _unoptimized(request.path)
-    if jax.config.jax_disable_most_optimizations != unoptimized:
+    """Nothing that was compiled for a file of the other kind is used again."""
+    few = _unoptimized(request.path)
+    if request.config.stash.get(FEW, False) != few:
         jax.clear_caches()
-        jax.config.update("jax_disable_most_optimizations", unoptimized)
+        jax.config.update("jax_disable_most_optimizations", few)
+        request.config.stash[FEW] = few
 
 
 @pytest.fixture(autouse=True, scope="module")
