@@ -132,8 +132,7 @@ def _begin(plan: _Plan, params: Params, given: Cache | None, keys: Any, prompt: 
     if plan.samples == 1:
         return state
     if kvcache.only_nodes(state.cache):  # the prompt's keys and values are kept once, however many continue it
-        kept = size if given is None else None
-        state = dataclasses.replace(state, cache=kvcache.share(state.cache, max(plan.size, 1), kept))
+        state = dataclasses.replace(state, cache=kvcache.share(state.cache, max(plan.size, 1), size))
     state = repeat_rows(state, plan.samples)
     number = jnp.tile(jnp.arange(plan.samples, dtype=jnp.uint32), batch)
     return dataclasses.replace(state, keys=jax.vmap(jax.random.fold_in)(state.keys, number))
@@ -248,12 +247,25 @@ def _continued(
         fits = bool(np.all(np.asarray(room) >= np.asarray(limit)))
         checks.require(fits, "max_new_tokens", "what the cache has room for after each prompt", limit)
     rest = prompt.length - 1 - cached
-    if not checks.is_concrete(rest) or not np.any(rest):
-        return prompt, cache
-    width = 1 + length_class(int(np.max(rest)))  # fewer than the whole prompt, through which the decoder would go
-    at = np.minimum(cached[:, None] + np.arange(width), prompt.tokens.shape[1] - 1)
-    left = Prompt(jnp.take_along_axis(jnp.asarray(prompt.tokens), at, axis=1), rest + 1, jnp.zeros_like(rest))
-    return prompt._replace(cached=prompt.length - 1), _extend(model, params, cache, left)
+    if checks.is_concrete(rest) and np.any(rest):  # here, and not in the decoder, which would go through all S places
+        width = 1 + length_class(int(np.max(rest)))
+        at = np.minimum(cached[:, None] + np.arange(width), prompt.tokens.shape[1] - 1)
+        left = Prompt(jnp.take_along_axis(jnp.asarray(prompt.tokens), at, axis=1), rest + 1, jnp.zeros_like(rest))
+        cache, prompt = _extend(model, params, cache, left), prompt._replace(cached=prompt.length - 1)
+    return _widened(prompt, cache), cache
+
+
+def _widened(prompt: Prompt, cache: Cache) -> Prompt:
+    """The prompt with S >= the tokens in every node: where rows are forked, the first S slots are what they share."""
+    nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, Bounded))
+    held = [
+        int(np.max(node.length)) if checks.is_concrete(node.length) else node.capacity
+        for node in nodes
+        if isinstance(node, Bounded)
+    ]
+    more = max(length_class(max(held, default=0)) - prompt.tokens.shape[1], 0)
+    xp: Any = np if checks.is_concrete(prompt.tokens) else jnp
+    return prompt._replace(tokens=xp.pad(prompt.tokens, ((0, 0), (0, more))))
 
 
 def vocab_size_of(model: Model, params: Params) -> int:

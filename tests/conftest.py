@@ -31,9 +31,11 @@ UNOPTIMIZED = (
     "models_from_models",
 )
 UNOPTIMIZED += ("processing_bad_input", "scoring", "session", "settings")
-NOW = pytest.StashKey[bool]()  # whether programs are unoptimized at present
 # Files that compile next to nothing come last: short and many, they keep all workers busy to the end.
 LAST = ("cli_terminal", "constraint_languages", "hub", "layers", "package", "tokenizer")
+
+
+FEW = pytest.StashKey[bool]()  # whether few optimizations are asked for now
 
 
 def _begins(path: Path, names: tuple[str, ...]) -> bool:
@@ -55,11 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_as_the_file_asks(request: pytest.FixtureRequest) -> None:
-    unoptimized = _unoptimized(request.path)
-    if request.config.stash.get(NOW, False) != unoptimized:
+    """Nothing that was compiled for a file of the other kind is used again."""
+    few = _unoptimized(request.path)
+    if request.config.stash.get(FEW, False) != few:
         jax.clear_caches()
-        jax.config.update("jax_disable_most_optimizations", unoptimized)
-        request.config.stash[NOW] = unoptimized
+        jax.config.update("jax_disable_most_optimizations", few)
+        request.config.stash[FEW] = few
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -151,21 +151,21 @@ def test_samples_share_both_caches_of_a_combined_model() -> None:
 @jax.jit
 def whole_texts(tokens: jax.Array) -> list[jax.Array]:
     """The logits of both models for texts alone."""
-    return [SMALL.apply(w, tokens, SMALL.init_cache(w, len(tokens), 16))[0] for w in WEIGHTS]
+    return [SMALL.apply(w, tokens, SMALL.init_cache(w, len(tokens), 32))[0] for w in WEIGHTS]
 
 
 def test_two_prompts_by_two_caches() -> None:
     """Guidance with a negative prompt: each model continues its own; both see the last token of the prompt."""
-    negative = [[2, 2, 5], [0], []]
+    negative = [[2, 2, 5] * 7, [0], []]
     held = ([p[:-1] for p in PROMPTS], negative)
-    cache = tuple(jd.prefill(SMALL, w, rows, max_len=16) for w, rows in zip(WEIGHTS, held, strict=True))
+    cache = tuple(jd.prefill(SMALL, w, rows, max_len=32) for w, rows in zip(WEIGHTS, held, strict=True))
     out = jax.device_get(generate(GUIDED, PARAMS, PROMPTS, settings=COLD, cache=cache))
-    several = dataclasses.replace(COLD, num_samples=2)
-    samples = jax.device_get(generate(GUIDED, PARAMS, PROMPTS, settings=several, cache=cache))
-    np.testing.assert_array_equal(samples.tokens[:, 1], out.tokens)
+    for several in (dataclasses.replace(COLD, num_samples=2), dataclasses.replace(COLD, beams=1)):
+        again = generate(GUIDED, PARAMS, PROMPTS, settings=several, cache=cache)
+        np.testing.assert_array_equal(again.tokens[:, -1], out.tokens)
     for row, tokens in enumerate(out.to_lists()):
         laws = []
-        texts = np.zeros((2, 9), int)
+        texts = np.zeros((2, 27), int)
         ends = [len(before[row]) for before in held]
         for text, before, end in zip(texts, held, ends, strict=True):
             text[: end + 1 + N] = [*before[row], PROMPTS[row][-1], *tokens]
