@@ -11,7 +11,7 @@ import jaxdecode as jd
 from jaxdecode.cli.drafting import _check_tokens
 from jaxdecode.cli.writing import RowText
 
-TOY = ("generate", "--model", "toy", "--max-new-tokens", "40")
+TOY = ("generate", "--model", "toy", "--max-new-tokens", "120")
 
 
 def test_the_same_text_and_a_line_about_the_drafts() -> None:
@@ -23,7 +23,7 @@ def test_the_same_text_and_a_line_about_the_drafts() -> None:
         assert 0 < counts["accepted"] <= counts["drafted"]
         code, out, err = call(*TOY, *how, "we want ")
         assert (code, out) == (0, plain["text"] + "\n")
-        assert err == f"{counts['accepted']} of {counts['drafted']} drafted tokens accepted, 40 written\n"
+        assert err == f"{counts['accepted']} of {counts['drafted']} drafted tokens accepted, 120 written\n"
 
 
 def test_a_stop_inside_a_draft_ends_the_tokens_there() -> None:
