@@ -67,7 +67,7 @@ class Prompt(NamedTuple):
 
     tokens: jax.Array
     length: jax.Array
-    cached: jax.Array | None
+    cached: Any  # an array, or None
 
 
 class Decoder(NamedTuple):
