@@ -117,36 +117,55 @@ def _pick(x: jax.Array, token: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, token[:, None], axis=1)[:, 0]
 
 
-def _log_total(logits: jax.Array) -> jax.Array:
-    """log sum exp over the vocabulary, [B]; 0 where every id is masked, NaN where some logit is NaN or +inf."""
+def _law(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``exp(logits - max)`` [B,V], and log sum exp over the vocabulary, [B].
+
+    The log is 0 where every id is masked, NaN where some logit is NaN or +inf.
+    """
     top = lax.stop_gradient(jnp.max(logits, axis=-1))
     top = jnp.where(jnp.isneginf(top), 0, top)
-    total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
-    return jnp.log(jnp.where(total == 0, 1, total)) + top
+    weight = jnp.exp(logits - top[:, None])
+    total = jnp.sum(weight, axis=-1)
+    return weight, jnp.log(jnp.where(total == 0, 1, total)) + top
+
+
+def _log_total(logits: jax.Array) -> jax.Array:
+    return _law(logits)[1]
 
 
 def _choose(
-    raw: jax.Array, raw_total: jax.Array, processed: Processed, greedy: jax.Array, state: SamplingState
+    raw: jax.Array,
+    raw_total: jax.Array,
+    processed: Processed,
+    total: jax.Array,
+    greedy: jax.Array,
+    state: SamplingState,
 ) -> Choice:
-    """The arg max for greedy rows, one inverse-CDF draw for the others; drawn only if some row samples."""
+    """The arg max for greedy rows, one inverse-CDF draw for the others; each computed only if some row asks for it.
+
+    raw_total, total: log sum exp of the raw and of the processed logits, [B].
+    """
     logits = processed.logits
-    top, best = transforms.first_max(logits)
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    second = jnp.max(jnp.where(ids == best[:, None], -jnp.inf, logits), axis=-1)
-    gap = jnp.where(jnp.isneginf(second), jnp.inf, top - second)
+    running = state.finish == Finish.RUNNING
+
+    def arg_max(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        top, best = transforms.first_max(logits)
+        ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        second = jnp.max(jnp.where(ids == best[:, None], -jnp.inf, logits), axis=-1)
+        return best, jnp.zeros_like(top), jnp.where(jnp.isneginf(second), jnp.inf, top - second)
 
     def sampled(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
         u = keys_.uniform(state.keys, state.length, keys_.Stream.DRAW, logits.dtype)
-        drawn = transforms.draw(logits, u)
-        token = jnp.where(greedy, best, drawn.token)
-        lp = jnp.where(greedy, 0, _pick(logits, token) - _log_total(logits))
-        return token, lp, jnp.where(greedy, gap, drawn.margin)
+        drawn = transforms.draw(logits, u, law[0])
+        return drawn.token, _pick(logits, drawn.token) - law[1], drawn.margin
 
-    def arg_max(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return best, jnp.zeros_like(gap), gap
+    def nothing(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        zero = jnp.zeros(logits.shape[:1], logits.dtype)
+        return jnp.zeros(logits.shape[:1], jnp.int32), zero, zero
 
-    busy = ~greedy & (state.finish == Finish.RUNNING)
-    token, lp, margin = lax.cond(jnp.any(busy), sampled, arg_max, None)
+    best = lax.cond(jnp.any(greedy & running), arg_max, nothing, None)
+    drawn = lax.cond(jnp.any(~greedy & running), sampled, nothing, None)
+    token, lp, margin = (jnp.where(greedy, a, b) for a, b in zip(best, drawn, strict=True))
     return Choice(
         token=token,
         logprob=_pick(raw, token) - raw_total,
@@ -156,13 +175,13 @@ def _choose(
     )
 
 
-def _faults(raw_total: jax.Array, logits: jax.Array) -> jax.Array:
+def _faults(raw_total: jax.Array, logits: jax.Array, total: jax.Array) -> jax.Array:
     """Finish code [B] of rows that can't go on: NAN (raw NaN or +inf), INVALID (a poisoned setting), NO_TOKEN.
 
-    NaN shows in sums (``raw_total``) and counts; a vectorized maximum may lose it.
+    NaN shows in sums (``raw_total``, ``total``); a vectorized maximum may lose it.
     """
     code = jnp.where(jnp.isneginf(jnp.max(logits, axis=-1)), Finish.NO_TOKEN, Finish.RUNNING)
-    code = jnp.where(jnp.any(jnp.isnan(logits), axis=-1), Finish.INVALID, code)
+    code = jnp.where(jnp.isnan(total), Finish.INVALID, code)
     return jnp.where(jnp.isnan(raw_total), Finish.NAN, code).astype(jnp.int32)
 
 
@@ -215,12 +234,14 @@ def _step(model: Model, all_greedy: bool, params: Params, state: SamplingState) 
     greedy = jnp.ones_like(running) if all_greedy else state.rules.greedy
     processed = transforms.process(state.rules.transform, raw, _context(state), state.states, greedy | ~running)
     raw_total = _log_total(raw)
-    fault = _faults(raw_total, processed.logits)
+    weight, total = _law(processed.logits)
+    fault = _faults(raw_total, processed.logits, total)
     state = _weighed(state, processed, greedy, running)
-    good = (fault == Finish.RUNNING)[:, None]
-    processed = processed._replace(logits=jnp.where(good, processed.logits, 0))
-    choice = _choose(raw, raw_total, processed, greedy, state)
-    took = running & good[:, 0]
+    good = fault == Finish.RUNNING
+    processed = processed._replace(logits=jnp.where(good[:, None], processed.logits, 0))
+    law = jnp.where(good[:, None], weight, 1), jnp.where(good, total, 0)
+    choice = _choose(raw, raw_total, processed, law, greedy, state)
+    took = running & good
 
     rows = jnp.arange(took.shape[0], dtype=jnp.int32)
     output = jnp.where(took, state.length - state.start, state.logprob.shape[1])
