@@ -137,13 +137,13 @@ def _choose(
     raw: jax.Array,
     raw_total: jax.Array,
     processed: Processed,
-    total: jax.Array,
+    law: tuple[jax.Array, jax.Array],
     greedy: jax.Array,
     state: SamplingState,
 ) -> Choice:
     """The arg max for greedy rows, one inverse-CDF draw for the others; each computed only if some row asks for it.
 
-    raw_total, total: log sum exp of the raw and of the processed logits, [B].
+    raw_total: log sum exp of the raw logits, [B]; law: weights and log sum exp of the processed ones.
     """
     logits = processed.logits
     running = state.finish == Finish.RUNNING
