@@ -132,7 +132,8 @@ def _solve(near: _Near, needed: jax.Array, skip: jax.Array, size: int) -> Cut:
     """The cut among the ids of ``near``; rows of ``skip[B]`` get an answer without meaning."""
     logits, amount, ids, above = near
     lacking = needed - above
-    short = jnp.sum(amount, axis=-1, dtype=amount.dtype) < lacking
+    total = jnp.sum(amount, axis=-1, dtype=amount.dtype)
+    short = total < lacking  # all ids are kept
     last, more = _root(logits, amount, lacking, skip)
     zero = jnp.zeros((), amount.dtype)
     equal = logits == last[:, None]
@@ -160,7 +161,7 @@ def _solve(near: _Near, needed: jax.Array, skip: jax.Array, size: int) -> Cut:
     everything = jnp.full_like(ties, jnp.iinfo(jnp.int32).max)
     last_id = lax.cond(jnp.any(ties < count), search, lambda _: everything, None)
     last_id = jnp.where(ties < count, last_id, everything)
-    mass = above + more + ties.astype(amount.dtype) * each
+    mass = above + jnp.where(short, total, more + ties.astype(amount.dtype) * each)
     below = jnp.max(jnp.where(logits < last[:, None], logits, -jnp.inf), axis=-1)
     removed = jnp.where(ties < count, last, below)
     top = jnp.max(logits, axis=-1)
@@ -175,16 +176,22 @@ class _Blocks(NamedTuple):
     key: jax.Array
 
 
+def _inside(x: jax.Array, w: jax.Array, key: jax.Array, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits and amounts of the ids with keys in (low, high], -inf and 0 for the others."""
+    low, high = (bound.reshape((-1,) + (1,) * (x.ndim - 1)) for bound in (low, high))
+    inside = (key > low) & (key <= high)
+    return jnp.where(inside, x, -jnp.inf), jnp.where(inside, w, jnp.zeros((), w.dtype))
+
+
 def _gather(blocks: _Blocks, wanted: jax.Array, low: jax.Array, high: jax.Array, above: jax.Array) -> _Near:
     """The ids with keys in (low, high] of the blocks ``wanted[B,n]``, of which there are at most as many as fit."""
     few = min(NEAR, wanted.shape[1] // 8)
     order = lax.top_k(wanted.astype(jnp.float32), few)[1]  # of equals the lower comes first: ids stay in order
     x, w, key = (jax.vmap(lambda rows, i: rows[i])(part, order) for part in blocks)
-    inside = (key > low[:, None, None]) & (key <= high[:, None, None])
+    x, w = _inside(x, w, key, low, high)
     ids = order[:, :, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None, None, :]
-    zero = jnp.zeros((), w.dtype)
-    parts = jnp.where(inside, x, -jnp.inf), jnp.where(inside, w, zero), ids
-    return _Near(*(part.reshape(part.shape[0], -1) for part in parts), above)
+    rows = len(order)
+    return _Near(x.reshape(rows, -1), w.reshape(rows, -1), ids.reshape(rows, -1), above)
 
 
 def _narrow(
@@ -229,26 +236,37 @@ def _narrow(
     return found.low, found.high, found.above
 
 
-def _candidates(blocks: _Blocks, key: jax.Array, amount: jax.Array, needed: jax.Array) -> tuple[_Near, jax.Array]:
-    """Few ids among which the cut is, and for which rows [B] that is so."""
+class _Found(NamedTuple):
+    """Few ids among which the cut is in the rows ``done[B]``; in the others the bounds that ``_narrow`` gives."""
+
+    near: _Near
+    done: jax.Array
+    low: jax.Array
+    high: jax.Array
+    above: jax.Array
+
+
+def _candidates(blocks: _Blocks, key: jax.Array, amount: jax.Array, needed: jax.Array) -> _Found:
     few = min(NEAR, blocks.key.shape[1] // 8)
     tops = jnp.max(blocks.key, axis=-1)
     below = jnp.min(lax.top_k(tops, few + 1)[0], axis=-1)  # no key outside the wanted blocks is larger
-    nothing = jnp.zeros(below.shape, amount.dtype)
-    hot = _gather(blocks, tops > below[:, None], below, jnp.full_like(below, jnp.inf), nothing)
+    none, end = jnp.zeros(below.shape, amount.dtype), jnp.full_like(below, jnp.inf)
+    hot = _gather(blocks, tops > below[:, None], below, end, none)
     held = jnp.sum(hot.amount, axis=-1, dtype=amount.dtype)
-    enough = held >= needed
+    enough = (held >= needed) | jnp.isneginf(below)  # or there is nothing else
 
-    def seek(_: None) -> tuple[_Near, jax.Array]:
+    def seek(_: None) -> _Found:
         total = jnp.sum(amount, axis=-1, dtype=amount.dtype)
         low, high, above = _narrow(key, amount, needed, total, below, held)
         wanted = jnp.any((blocks.key > low[:, None, None]) & (blocks.key <= high[:, None, None]), axis=-1)
-        fits = (jnp.sum(wanted, axis=-1, dtype=jnp.int32) <= few) & (total >= needed)
+        short = ~(total >= needed)  # all ids are kept, the lowest too
+        fits = (jnp.sum(wanted, axis=-1, dtype=jnp.int32) <= few) & ~short
         other = _gather(blocks, wanted, low, high, above)
-        found = (jnp.where(enough.reshape((-1,) + (1,) * (a.ndim - 1)), a, b) for a, b in zip(hot, other, strict=True))
-        return _Near(*found), enough | fits
+        near = jax.tree.map(lambda a, b: jnp.where(enough.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), hot, other)
+        low, high, above = jnp.where(short, -jnp.inf, low), jnp.where(short, end, high), jnp.where(short, none, above)
+        return _Found(near, enough | fits, low, high, above)
 
-    return lax.cond(jnp.all(enough), lambda _: (hot, enough), seek, None)
+    return lax.cond(jnp.all(enough), lambda _: _Found(hot, enough, below, end, none), seek, None)
 
 
 def cut(logits: jax.Array, amount: jax.Array, needed: jax.Array, key: jax.Array | None = None) -> Cut:
@@ -261,20 +279,20 @@ def cut(logits: jax.Array, amount: jax.Array, needed: jax.Array, key: jax.Array 
     key = logits if key is None else key
     logits, amount, needed, key = lax.stop_gradient((logits, amount, needed, key))
     rows, size = logits.shape
-    all_ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    everything = _Near(logits, amount, all_ids, jnp.zeros((rows,), amount.dtype))
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     if size < 64 * BLOCK:
-        return _solve(everything, needed, jnp.zeros((rows,), bool), size)
+        nothing = jnp.zeros((rows,), amount.dtype)
+        return _solve(_Near(logits, amount, ids, nothing), needed, jnp.zeros((rows,), bool), size)
     blocks = _Blocks(blocks_of(logits, -jnp.inf), blocks_of(amount, 0), blocks_of(key, -jnp.inf))
-    near, done = _candidates(blocks, key, amount, needed)
+    near, done, low, high, above = _candidates(blocks, key, amount, needed)
     found = _solve(near, needed, ~done, size)
 
     def general(found: Cut) -> Cut:
-        other = _solve(everything, needed, done, size)
+        other = _solve(_Near(*_inside(logits, amount, key, low, high), ids, above), needed, done, size)
         return Cut(*(jnp.where(done, a, b) for a, b in zip(found, other, strict=True)))
 
     found = lax.cond(jnp.all(done), lambda c: c, general, found)
-    unknown = done & jnp.isneginf(found.removed)  # it may lie outside what was searched
+    unknown = jnp.isneginf(found.removed)  # it may lie outside what was searched
 
     def outer(_: None) -> jax.Array:
         under = jnp.max(jnp.where(logits < found.last[:, None], logits, -jnp.inf), axis=-1)
