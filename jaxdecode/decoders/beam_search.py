@@ -114,7 +114,7 @@ def _law(model: Model, sampled: bool, params: Params, state: BeamState) -> tuple
     ctx = Context(flat.tokens, start, length, rules.limit, keys)
     processed = transforms.process(rules.transform, raw, ctx, state.states.value, ~active & sampled)
     raw_total = log_total(raw)
-    fault = faults(raw_total, processed.logits)
+    fault = faults(raw_total, processed.logits, log_total(processed.logits))
     fault = jnp.where(jnp.isneginf(flat.rank) | (fault == Finish.NO_TOKEN), Finish.RUNNING, fault)
     values = jnp.where(jnp.isnan(processed.logits), -jnp.inf, processed.logits)
     scores = values if sampled else processed.unmasked

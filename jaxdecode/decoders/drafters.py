@@ -163,9 +163,9 @@ def _write(
         logits, cache = _feed(model, params, cache, copy.tokens, held, lag, 1)
         copy, law = records.law(copy, logits[:, 0].astype(laws.dtype), greedy, busy)
 
-        def draw(logits: jax.Array) -> transforms.Drawn:
+        def draw(logits: jax.Array, weight: jax.Array) -> transforms.Drawn:
             u = keys_.uniform(copy.keys, copy.length, keys_.Stream.DRAFT, logits.dtype)
-            return transforms.draw(logits, u)
+            return transforms.draw(logits, u, weight)
 
         choice = records.choose(law, greedy, busy, draw)
         copy, _ = records.append(copy, law, choice, busy)

@@ -27,6 +27,7 @@ __all__ = [
     "finish",
     "law",
     "log_total",
+    "weighted",
 ]
 
 
@@ -116,21 +117,30 @@ def pick(x: jax.Array, token: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, token[:, None], axis=1)[:, 0]
 
 
-def log_total(logits: jax.Array) -> jax.Array:
-    """log sum exp over the vocabulary, [B]; 0 where every id is masked, NaN where some logit is NaN or +inf."""
+def weighted(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``exp(logits - max)`` [B,V], and log sum exp over the vocabulary, [B].
+
+    The log is 0 where every id is masked, NaN where some logit is NaN or +inf.
+    """
     top = lax.stop_gradient(jnp.max(logits, axis=-1))
     top = jnp.where(jnp.isneginf(top), 0, top)
-    total = jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)
-    return jnp.log(jnp.where(total == 0, 1, total)) + top
+    weight = jnp.exp(logits - top[:, None])
+    total = jnp.sum(weight, axis=-1)
+    return weight, jnp.log(jnp.where(total == 0, 1, total)) + top
 
 
-def faults(raw_total: jax.Array, logits: jax.Array) -> jax.Array:
+def log_total(logits: jax.Array) -> jax.Array:
+    """log sum exp over the vocabulary, [B], as ``weighted`` says."""
+    return weighted(logits)[1]
+
+
+def faults(raw_total: jax.Array, logits: jax.Array, total: jax.Array) -> jax.Array:
     """Finish code [B] of rows that can't go on: NAN (raw NaN or +inf), INVALID (a poisoned setting), NO_TOKEN.
 
-    NaN shows in sums (``raw_total``) and counts; a vectorized maximum may lose it.
+    NaN shows in sums (``raw_total``, and ``total`` of the processed ``logits``); a vectorized maximum may lose it.
     """
     code = jnp.where(jnp.isneginf(jnp.max(logits, axis=-1)), Finish.NO_TOKEN, Finish.RUNNING)
-    code = jnp.where(jnp.any(jnp.isnan(logits), axis=-1), Finish.INVALID, code)
+    code = jnp.where(jnp.isnan(total), Finish.INVALID, code)
     return jnp.where(jnp.isnan(raw_total), Finish.NAN, code).astype(jnp.int32)
 
 
@@ -176,11 +186,16 @@ def _weighed(state: State, processed: Processed, greedy: jax.Array, running: jax
 
 
 class Law(NamedTuple):
-    """The law of one token of each row: raw[B,V], its log total[B], what processing left, and the fault code [B]."""
+    """The law of one token of each row: raw[B,V], its log total[B], what processing left, and the fault code [B].
+
+    weight[B,V], weight_total[B]: ``weighted`` of the processed logits.
+    """
 
     raw: jax.Array
     total: jax.Array
     processed: Processed
+    weight: jax.Array
+    weight_total: jax.Array
     fault: jax.Array
 
 
@@ -188,30 +203,36 @@ def law(state: State, raw: jax.Array, greedy: jax.Array, active: jax.Array) -> t
     """The processed law of the next token of ``active[B]`` rows, its weight noted; 0 in place of a faulty row's."""
     processed = transforms.process(state.rules.transform, raw, context(state), state.states, greedy | ~active)
     total = log_total(raw)
-    fault = faults(total, processed.logits)
+    weight, weight_total = weighted(processed.logits)
+    fault = faults(total, processed.logits, weight_total)
     state = _weighed(state, processed, greedy, active)
-    good = (fault == Finish.RUNNING)[:, None]
-    return state, Law(raw, total, processed._replace(logits=jnp.where(good, processed.logits, 0)), fault)
+    good = fault == Finish.RUNNING
+    processed = processed._replace(logits=jnp.where(good[:, None], processed.logits, 0))
+    weight, weight_total = jnp.where(good[:, None], weight, 1), jnp.where(good, weight_total, 0)
+    return state, Law(raw, total, processed, weight, weight_total, fault)
 
 
-def choose(law: Law, greedy: jax.Array, active: jax.Array, draw: Callable[[jax.Array], Drawn]) -> Choice:
-    """The arg max for greedy rows, ``draw(logits)`` for the others; drawn only if some active row samples."""
+def choose(law: Law, greedy: jax.Array, active: jax.Array, draw: Callable[[jax.Array, jax.Array], Drawn]) -> Choice:
+    """The arg max for greedy rows, ``draw(logits, weight)`` for the others; each only if an active row asks for it."""
     processed, logits = law.processed, law.processed.logits
-    top, best = transforms.first_max(logits)
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    second = jnp.max(jnp.where(ids == best[:, None], -jnp.inf, logits), axis=-1)
-    gap = jnp.where(jnp.isneginf(second), jnp.inf, top - second)
-
-    def sampled(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        drawn = draw(logits)
-        token = jnp.where(greedy, best, drawn.token)
-        lp = jnp.where(greedy, 0, pick(logits, token) - log_total(logits))
-        return token, lp, jnp.where(greedy, gap, drawn.margin)
 
     def arg_max(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return best, jnp.zeros_like(gap), gap
+        top, best = transforms.first_max(logits)
+        ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        second = jnp.max(jnp.where(ids == best[:, None], -jnp.inf, logits), axis=-1)
+        return best, jnp.zeros_like(top), jnp.where(jnp.isneginf(second), jnp.inf, top - second)
 
-    token, lp, margin = lax.cond(jnp.any(~greedy & active), sampled, arg_max, None)
+    def sampled(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        drawn = draw(logits, law.weight)
+        return drawn.token, pick(logits, drawn.token) - law.weight_total, drawn.margin
+
+    def nothing(_: None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        zero = jnp.zeros(logits.shape[:1], logits.dtype)
+        return jnp.zeros(logits.shape[:1], jnp.int32), zero, zero
+
+    best = lax.cond(jnp.any(greedy & active), arg_max, nothing, None)
+    drawn = lax.cond(jnp.any(~greedy & active), sampled, nothing, None)
+    token, lp, margin = (jnp.where(greedy, a, b) for a, b in zip(best, drawn, strict=True))
     return Choice(
         token=token,
         logprob=pick(law.raw, token) - law.total,

@@ -27,8 +27,9 @@ def plain_step(
     greedy = jnp.ones_like(running) if all_greedy else state.rules.greedy
     state, law = records.law(state, raw, greedy, running)
 
-    def draw(logits: jax.Array) -> transforms.Drawn:
-        return transforms.draw(logits, keys_.uniform(state.keys, state.length, keys_.Stream.DRAW, logits.dtype))
+    def draw(logits: jax.Array, weight: jax.Array) -> transforms.Drawn:
+        u = keys_.uniform(state.keys, state.length, keys_.Stream.DRAW, logits.dtype)
+        return transforms.draw(logits, u, weight)
 
     choice = records.choose(law, greedy, running, draw)
     new, took = records.append(state, law, choice, running)

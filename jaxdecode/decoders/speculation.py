@@ -100,7 +100,13 @@ def _check_vocabularies(model: Model, draft_model: Model, params: Params) -> Non
 
 
 def _judged(
-    state: SpeculativeState, drafts: Drafts, j: jax.Array, drafted: jax.Array, token: jax.Array, logits: jax.Array
+    state: SpeculativeState,
+    drafts: Drafts,
+    j: jax.Array,
+    drafted: jax.Array,
+    token: jax.Array,
+    logits: jax.Array,
+    weight: jax.Array,
 ) -> transforms.Drawn:
     """The token of each row by its processed ``logits``: the draft, another one in its place, or one more.
 
@@ -110,7 +116,8 @@ def _judged(
     """
     logits = lax.stop_gradient(logits)
     uniform = functools.partial(keys_.uniform, state.keys, state.length, dtype=logits.dtype)
-    p = jnp.exp(logits - records.log_total(logits)[:, None])
+    weight = lax.stop_gradient(weight)
+    p = weight / jnp.sum(weight, axis=-1, keepdims=True)
     if drafts.logits is None:
         q = (lax.broadcasted_iota(jnp.int32, p.shape, 1) == token[:, None]).astype(p.dtype)
         laws = 1.0

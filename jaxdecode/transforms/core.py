@@ -51,8 +51,9 @@ class LogitsTransform:
     greedy rows. ``apply_fn(params, logits[B,V], ctx, state) -> logits``; ``init_fn(params, ctx) -> state``;
     ``advance_fn(params, state, token[B], logprob[B]) -> state``; ``margin_fn(params, before, after, ctx, state) ->
     (token[B], set[B])`` says how far a filter is from deciding otherwise; without one a filter's margins are NaN
-    (unknown), those of scores and masks +inf. Functions are compared by identity: use module-level ones, or every call
-    compiles anew. Calling a transform on logits is the stateless shorthand.
+    (unknown), those of scores and masks +inf. ``cut_fn(params, logits, ctx, state) -> (logits, (token[B], set[B]))``
+    gives logits and margins at once, where they share their work. Functions are compared by identity: use module-level
+    ones, or every call compiles anew. Calling a transform on logits is the stateless shorthand.
     """
 
     params: Any
@@ -61,6 +62,9 @@ class LogitsTransform:
     init_fn: Callable[..., State] = dataclasses.field(default=_no_state, metadata={"static": True})
     advance_fn: Callable[..., State] = dataclasses.field(default=_same_state, metadata={"static": True})
     margin_fn: Callable[..., tuple[jax.Array, jax.Array]] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+    cut_fn: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]] | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
 
@@ -80,6 +84,8 @@ class LogitsTransform:
         """(token[B], set[B]) of S6.5."""
         if self.margin_fn is not None:
             return self.margin_fn(self.params, before, after, ctx, state)
+        if self.cut_fn is not None:
+            return self.cut_fn(self.params, before, ctx, state)[1]
         value = jnp.full(before.shape[:1], jnp.nan if self.kind == "filter" else jnp.inf, before.dtype)
         return value, value
 
@@ -224,10 +230,13 @@ def process(
 
 def _cut(t: LogitsTransform, state: State, carry: _Carry, ctx: Context, greedy: jax.Array) -> _Carry:
     before, token_margin, set_margin = carry
-    after = jnp.where(greedy[:, None], before, t.apply(before, ctx, state))
-    token, held = t.margin(before, after, ctx, state)
+    if t.cut_fn is None:
+        after = t.apply(before, ctx, state)
+        token, held = t.margin(before, after, ctx, state)
+    else:
+        after, (token, held) = t.cut_fn(t.params, before, ctx, state)
     return (
-        after,
+        jnp.where(greedy[:, None], before, after),
         jnp.where(greedy, token_margin, jnp.minimum(token_margin, token)),
         jnp.where(greedy, set_margin, jnp.minimum(set_margin, held)),
     )

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxdecode import checks
-from jaxdecode.transforms import select
+from jaxdecode.transforms import search, select
 from jaxdecode.transforms.core import Context, LogitsTransform, State, per_row
 
 __all__ = ["Law", "epsilon", "eta", "law_of", "log_odds", "nearest", "p_less", "reach", "top_n_sigma", "typical_p"]
@@ -238,7 +238,7 @@ def _typical(p: jax.Array, logits: jax.Array, ctx: Context, state: State) -> jax
     p, law = per_row(p, logits.shape[0], logits.dtype), law_of(logits)
     needed = p * law.total[:, 0]
     order = -_deviation(law)
-    last = select.last_kept(order, law.weight, needed)[:, None]
+    last = search.last_kept(order, law.weight, needed)[:, None]
     near, tied = order > last, order == last
     # Ids that tie may lie on both sides of the entropy, with unequal masses: among them the order of ids decides.
     missing = needed - jnp.sum(jnp.where(near, law.weight, 0), axis=-1)

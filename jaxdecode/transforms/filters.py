@@ -55,27 +55,20 @@ def temperature(tau: Any) -> LogitsTransform:
     return LogitsTransform(tau, "scale", _temperature, margin_fn=_temperature_margin)
 
 
+def _cut_top_k(
+    k: jax.Array, logits: jax.Array, ctx: Context, state: State
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    k = per_row(k, logits.shape[0], jnp.int32)
+    after, cut = select.cut_top_k(logits, k)
+    top, total = jnp.max(logits, axis=-1), jnp.sum(select.weights(logits), axis=-1)
+    nothing = jnp.isneginf(cut.removed) | (k == 0)
+    token = (jnp.exp(cut.last - top) - jnp.exp(cut.removed - top)) / (2 * total)
+    gap = jnp.tanh((cut.last - cut.removed) / 4)
+    return after, (jnp.where(nothing, jnp.inf, token), jnp.where(nothing, jnp.inf, gap))
+
+
 def _top_k(k: jax.Array, logits: jax.Array, ctx: Context, state: State) -> jax.Array:
-    return select.mask_top_k(logits, per_row(k, logits.shape[0], jnp.int32))
-
-
-def _edges(before: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Largest logit, smallest kept one, largest removed one (-inf: none), and the total weight, all [B]."""
-    kept = after > -jnp.inf
-    top = jnp.max(before, axis=-1)
-    smallest = jnp.min(jnp.where(kept, before, jnp.inf), axis=-1)
-    removed = jnp.max(jnp.where(kept, -jnp.inf, before), axis=-1)
-    return top, smallest, removed, jnp.sum(select.weights(before), axis=-1)
-
-
-def _top_k_margin(
-    k: jax.Array, before: jax.Array, after: jax.Array, ctx: Context, state: State
-) -> tuple[jax.Array, jax.Array]:
-    top, smallest, removed, total = _edges(before, after)
-    nothing = jnp.isneginf(removed)
-    token = (jnp.exp(smallest - top) - jnp.exp(removed - top)) / (2 * total)
-    gap = jnp.tanh((smallest - removed) / 4)
-    return jnp.where(nothing, jnp.inf, token), jnp.where(nothing, jnp.inf, gap)
+    return _cut_top_k(k, logits, ctx, state)[0]
 
 
 def top_k(k: Any) -> LogitsTransform:
@@ -88,28 +81,27 @@ def top_k(k: Any) -> LogitsTransform:
     [[1.0, -inf], [-inf, 2.0]]
     """
     k = checks.whole(k, lambda n: n >= 0, "top_k", "a whole number >= 0")
-    return LogitsTransform(k, "filter", _top_k, margin_fn=_top_k_margin)
+    return LogitsTransform(k, "filter", _top_k, cut_fn=_cut_top_k)
+
+
+def _cut_top_p(
+    p: jax.Array, logits: jax.Array, ctx: Context, state: State
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    p = _setting(p, logits)
+    after, cut, total = select.cut_top_p(logits, p)
+    last, mass = cut.each / total, cut.mass / total
+    # c_{k-1} counts even where nothing was removed: a little more mass there and the last id goes.
+    margin = p - (mass - last)
+    half = (last - jnp.exp(cut.removed - jnp.max(logits, axis=-1)) / total) / 2
+    least = jnp.minimum(margin, jnp.minimum(mass - p, half))
+    nothing = jnp.isneginf(cut.removed)
+    margin = jnp.maximum(jnp.where(nothing, margin, least), 0)
+    margin = jnp.where((p >= 1) | (nothing & cut.one), jnp.inf, margin)
+    return after, (margin, margin)
 
 
 def _top_p(p: jax.Array, logits: jax.Array, ctx: Context, state: State) -> jax.Array:
-    return select.mask_top_p(logits, _setting(p, logits))
-
-
-def _top_p_margin(
-    p: jax.Array, before: jax.Array, after: jax.Array, ctx: Context, state: State
-) -> tuple[jax.Array, jax.Array]:
-    p = _setting(p, before)
-    top, smallest, removed, total = _edges(before, after)
-    last = jnp.exp(smallest - top) / total
-    mass = jnp.sum(jnp.where(after > -jnp.inf, select.weights(before), 0), axis=-1) / total
-    # c_{k-1} counts even where nothing was removed: a little more mass there and the last id goes.
-    margin = p - (mass - last)
-    half = (last - jnp.exp(removed - top) / total) / 2
-    cut = jnp.minimum(margin, jnp.minimum(mass - p, half))
-    margin = jnp.maximum(jnp.where(jnp.isneginf(removed), margin, cut), 0)
-    alone = jnp.sum(before > -jnp.inf, axis=-1, dtype=jnp.int32) <= 1
-    margin = jnp.where((p >= 1) | alone, jnp.inf, margin)
-    return margin, margin
+    return _cut_top_p(p, logits, ctx, state)[0]
 
 
 def top_p(p: Any) -> LogitsTransform:
@@ -123,7 +115,7 @@ def top_p(p: Any) -> LogitsTransform:
     [[True, True, False], [False, False, True]]
     """
     p = checks.real(p, lambda x: (x > 0) & (x <= 1), "top_p", "a number in (0, 1]")
-    return LogitsTransform(p, "filter", _top_p, margin_fn=_top_p_margin)
+    return LogitsTransform(p, "filter", _top_p, cut_fn=_cut_top_p)
 
 
 def _min_p(p: jax.Array, logits: jax.Array, ctx: Context, state: State) -> jax.Array:

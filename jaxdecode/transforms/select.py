@@ -1,7 +1,6 @@
 """Kernels on arrays: masks by rank and by mass, and the inverse-CDF draw. No sort anywhere.
 
-Order of ids: logit descending, equal logits by ascending id. Kernels find the last kept logit by a root search over
-the amount above a guess (some ten turns of two plain passes), then cut the ids that share it by a search over ids.
+Order of ids: logit descending, equal logits by ascending id.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdecode.transforms import search
+
 __all__ = [
     "Drawn",
+    "cut_top_k",
+    "cut_top_p",
     "draw",
     "first_max",
     "keep_first",
-    "last_kept",
+    "kept_by",
     "mask_min_p",
-    "mask_top_k",
-    "mask_top_p",
     "rescale",
     "weights",
 ]
-
-BLOCK = 128  # ids per block of the two-level CDF
 
 Pair = tuple[jax.Array, jax.Array]  # a sum in two floats, high + low, good to about 2^-46
 
@@ -41,9 +40,11 @@ def rescale(logits: jax.Array, tau: jax.Array) -> jax.Array:
 
     tau = 0 keeps the arg max (lowest id of equals) and masks the rest; NaN gives a row of NaN.
     """
-    top, winner = first_max(logits)
+    top = jnp.max(logits, axis=-1)
     masked = jnp.isneginf(logits)
     zero = (tau == 0)[:, None]
+    nobody = jnp.zeros(top.shape, jnp.int32)
+    winner = lax.cond(jnp.any(zero), lambda z: first_max(z)[1], lambda _: nobody, lax.stop_gradient(logits))
     shifted = jnp.where(masked, 0, logits - lax.stop_gradient(top)[:, None])
     scaled = jnp.where(masked, -jnp.inf, shifted / jnp.where(zero, 1, tau[:, None]))
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -64,115 +65,35 @@ def first_max(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return top, jnp.min(jnp.where(logits == top[:, None], ids, size - 1), axis=-1)
 
 
-def _halfway(low: jax.Array, high: jax.Array) -> jax.Array:
-    """The float in the middle of all floats between ``low`` and ``high``: halving it ends within 64 turns."""
-    signed = {4: jnp.int32, 8: jnp.int64}[low.dtype.itemsize]
-    top = jnp.asarray(jnp.iinfo(signed).min, signed)
-
-    def swap(bits: jax.Array) -> jax.Array:  # signed integers in the order of the floats, and back
-        return jnp.where(bits < 0, ~bits ^ top, bits)
-
-    a, b = (swap(lax.bitcast_convert_type(x, signed)) for x in (low, high))
-    middle = (a & b) + ((a ^ b) >> 1) + ((a ^ b) & 1)
-    return lax.bitcast_convert_type(swap(middle), low.dtype)
-
-
-class _Bracket(NamedTuple):
-    """The last kept logit lies in [low, high], both logits of the row; what they miss and exceed steers the guess."""
-
-    turn: jax.Array
-    low: jax.Array
-    high: jax.Array
-    over: jax.Array
-    under: jax.Array
-    side: jax.Array
-
-
-def last_kept(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.Array:
-    """The largest logit [B] such that the ids from it upwards hold ``needed[B]`` of ``amount[B,V]`` (>= 0).
-
-    Regula falsi with the Illinois rule on the amount above a guess, every fourth turn a halving of the bits; the ends
-    always move to logits of the row, so it ends with one of them. Rows that never reach ``needed`` give their lowest.
-    """
-    wide = logits.dtype
-    low = jnp.min(jnp.where(logits > -jnp.inf, logits, jnp.inf), axis=-1)
-    high, total = jnp.max(logits, axis=-1), jnp.sum(amount, axis=-1, dtype=amount.dtype)
-    high = jnp.where(total >= needed, high, low)
-
-    def turn(c: _Bracket) -> _Bracket:
-        guess = c.high - (c.high - c.low) * (c.under / (c.under + c.over))
-        guess = jnp.where(c.turn % 4 == 3, _halfway(c.low, c.high), guess)
-        guess = jnp.where((guess > c.low) & (guess <= c.high), guess, c.high)
-        above = logits >= guess[:, None]
-        held = jnp.sum(jnp.where(above, amount, jnp.zeros((), amount.dtype)), axis=-1, dtype=amount.dtype)
-        enough = held >= needed
-        sign = jnp.where(enough, -1, 1).astype(wide)  # the nearest logit on the side that is left
-        nearest = sign * jnp.max(jnp.where(above == enough[:, None], sign[:, None] * logits, -jnp.inf), axis=-1)
-        gap = (held - needed).astype(wide)
-        moved = _Bracket(
-            c.turn,
-            jnp.where(enough, nearest, c.low),
-            jnp.where(enough, c.high, nearest),
-            jnp.where(enough, gap, jnp.where(c.side < 0, c.over / 2, c.over)),
-            jnp.where(enough, jnp.where(c.side > 0, c.under / 2, c.under), -gap),
-            jnp.where(enough, 1, -1),
-        )
-        busy = c.low < c.high
-        return _Bracket(c.turn + 1, *(jnp.where(busy, new, old) for new, old in zip(moved[1:], c[1:], strict=True)))
-
-    side = jnp.zeros(low.shape, jnp.int32)
-    first = _Bracket(jnp.int32(0), low, high, (total - needed).astype(wide), needed.astype(wide), side)
-    return lax.while_loop(lambda c: jnp.any(c.low < c.high), turn, first).low
+def kept_by(logits: jax.Array, cut: search.Cut) -> jax.Array:
+    """The ids that a cut keeps, as a mask [B,V]."""
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    last = cut.last[:, None]
+    return (logits > last) | ((logits == last) & (ids <= cut.last_id[:, None]))
 
 
 def keep_first(logits: jax.Array, amount: jax.Array, needed: jax.Array) -> jax.Array:
-    """The shortest prefix of the order of ids whose ``amount[B,V]`` adds up to ``needed[B]``, as a mask [B,V].
+    """The shortest prefix of the order of ids whose ``amount[B,V]`` adds up to ``needed[B]``, as a mask [B,V]."""
+    return kept_by(logits, search.cut(logits, amount, needed))
 
-    All ids where the total stays below ``needed``. ``amount`` must be >= 0 and equal for equal logits. Sums are taken
-    in the type of ``amount``.
+
+def cut_top_k(logits: jax.Array, k: jax.Array) -> tuple[jax.Array, search.Cut]:
+    """Keep the first ``k[B]`` ids of each row (0: all; negative: a row of NaN), and where it was cut; S5.1."""
+    cut = search.cut(logits, (logits > -jnp.inf).astype(jnp.int32), k)
+    keep = kept_by(logits, cut) | (k == 0)[:, None]
+    return jnp.where((k < 0)[:, None], jnp.nan, jnp.where(keep, logits, -jnp.inf)), cut
+
+
+def cut_top_p(logits: jax.Array, p: jax.Array) -> tuple[jax.Array, search.Cut, jax.Array]:
+    """Keep the smallest prefix whose mass is >= ``p[B]`` (1: all; NaN: a row of NaN); S5.2.
+
+    Also where it was cut (no meaning where p is 1: such a row is not searched), and the total of ``weights``.
     """
-    logits, amount, needed = lax.stop_gradient((logits, amount, needed))
-    rows, size = logits.shape
-    zero = jnp.zeros((), amount.dtype)
-    last = last_kept(logits, amount, needed)[:, None]
-    above, equal = logits > last, logits == last
-    each = jnp.max(jnp.where(equal, amount, zero), axis=-1)
-    count = jnp.sum(equal, axis=-1, dtype=jnp.int32)
-    missing = needed - jnp.sum(jnp.where(above, amount, zero), axis=-1, dtype=amount.dtype)
-    if jnp.issubdtype(amount.dtype, jnp.floating):
-        ties = jnp.ceil(missing / jnp.where(each > 0, each, 1))
-        ties = jnp.where(each > 0, jnp.clip(ties, 1, size), size).astype(jnp.int32)
-    else:
-        ties = jnp.where(each > 0, jnp.maximum(missing, 1), size)
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-
-    def cut(_: None) -> jax.Array:
-        """Ids up to the one that completes ``ties``: the largest t with fewer equal ids below it, bit by bit."""
-        bits = size.bit_length()
-
-        def body(i: jax.Array, t: jax.Array) -> jax.Array:
-            candidate = t | (jnp.int32(1) << (bits - 1 - i))
-            few = jnp.sum(equal & (ids < candidate[:, None]), axis=-1, dtype=jnp.int32) < ties
-            return jnp.where(few, candidate, t)
-
-        return ids <= lax.fori_loop(0, bits, body, jnp.zeros((rows,), jnp.int32))[:, None]
-
-    below = lax.cond(jnp.any(ties < count), cut, lambda _: jnp.ones_like(equal), None)
-    return above | (equal & below)
-
-
-def mask_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
-    """Keep the first ``k[B]`` ids of each row (0: all; negative: a row of NaN); S5.1."""
-    unmasked = (logits > -jnp.inf).astype(jnp.int32)
-    keep = keep_first(logits, unmasked, k) | (k == 0)[:, None]
-    return jnp.where((k < 0)[:, None], jnp.nan, jnp.where(keep, logits, -jnp.inf))
-
-
-def mask_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:
-    """Keep the smallest prefix whose mass is >= ``p[B]`` (1: all; NaN: a row of NaN); S5.2."""
     w = lax.stop_gradient(weights(logits))
-    keep = keep_first(logits, w, p * jnp.sum(w, axis=-1)) | (p >= 1)[:, None]
-    return jnp.where(jnp.isnan(p)[:, None], jnp.nan, jnp.where(keep, logits, -jnp.inf))
+    total = jnp.sum(w, axis=-1)
+    cut = search.cut(logits, w, jnp.where(p >= 1, 0, p * total), key=w)
+    keep = kept_by(logits, cut) | (p >= 1)[:, None]
+    return jnp.where(jnp.isnan(p)[:, None], jnp.nan, jnp.where(keep, logits, -jnp.inf)), cut, total
 
 
 def mask_min_p(logits: jax.Array, p: jax.Array) -> jax.Array:
@@ -204,35 +125,36 @@ def _product(a: jax.Array, b: jax.Array) -> Pair:
     return a * b, ((a1 * b1 - a * b) + a1 * b2 + a2 * b1) + a2 * b2
 
 
-def _exact_weights(logits: jax.Array) -> jax.Array:
+def _exact_weights(logits: jax.Array, w: jax.Array) -> jax.Array:
     """``weights``, corrected for the rounding of ``logits - max``: at -12 that is up to 2^-21 of a weight."""
     top = jnp.max(logits, axis=-1, keepdims=True)
-    masked = jnp.isneginf(logits)
-    z = jnp.where(masked, top, logits)
-    shifted = z - top
-    part = shifted - z
-    error = (z - (shifted - part)) - (top + part)
-    w = jnp.exp(shifted)
-    return jnp.where(masked | (w == 0), 0, w + w * error)
+    shifted = logits - top
+    part = shifted - logits
+    error = (logits - (shifted - part)) - (top + part)
+    return jnp.where(w > 0, w + w * error, 0)
 
 
-def draw(logits: jax.Array, u: jax.Array) -> Drawn:
-    """Inverse CDF in id order with one uniform ``u[B]`` in [0, 1) per row; S6.1, S6.5.
+def draw(logits: jax.Array, u: jax.Array, w: jax.Array | None = None) -> Drawn:
+    """Inverse CDF in id order with one uniform ``u[B]`` in [0, 1) per row; S6.1, S6.5. w: ``weights``, where known.
 
     The CDF has two levels, blocks of ids and ids in the block. Its sums are pairs of floats and nothing is normalised,
     so that no id collects the rounding of others. In float32 ``|P(token) - p(token)| <= 2^-22`` for every token (2^-23
     of it is the grid of ``u``). A token of weight 0 is never drawn. Rows without any token give id 0.
     """
-    w = _exact_weights(lax.stop_gradient(logits))
-    rows, size = w.shape
-    w = jnp.pad(w, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
+    logits, w = lax.stop_gradient((logits, weights(logits) if w is None else w))
+    size = logits.shape[1]
+    w = search.blocks_of(_exact_weights(logits, w), 0)
     coarse = jnp.round(w * 2.0**16) / 2.0**16  # sums of up to 2^8 of these multiples of 2^-16 are exact
-    sums = [(jnp.sum(x, axis=-1), jnp.zeros(w.shape[:2], w.dtype)) for x in (coarse, w - coarse)]
+    # XLA:CPU sums arrays several times faster than results of a fusion
+    sums = [
+        (jnp.sum(lax.optimization_barrier(x), axis=-1), jnp.zeros(w.shape[:2], w.dtype)) for x in (coarse, w - coarse)
+    ]
+    some = (sums[0][0] > 0) | (sums[1][0] > 0)  # without coarse weights the others are >= 0, and no sum of them is lost
     blocks = lax.associative_scan(_add, _add(*sums), axis=-1)
     total = (blocks[0][:, -1:], blocks[1][:, -1:])
     high, low = _product(u[:, None], total[0])
     goal = (high, low + u[:, None] * total[1])
-    block, last = _first(blocks, jnp.any(w > 0, axis=-1), goal)
+    block, last = _first(blocks, some, goal)
     before = [jnp.take_along_axis(jnp.pad(x, ((0, 0), (1, 0))), block[:, None], axis=1) for x in blocks]
     inside = jnp.take_along_axis(w, block[:, None, None], axis=1)[:, 0]
     ids = lax.associative_scan(_add, (inside, jnp.zeros_like(inside)), axis=-1)
@@ -243,7 +165,7 @@ def draw(logits: jax.Array, u: jax.Array) -> Drawn:
     margin = jnp.minimum(
         jnp.where(below > 0, jnp.abs(u - below), jnp.inf), jnp.where(last & ends, jnp.inf, jnp.abs(above - u))
     )
-    return Drawn(jnp.minimum(block * BLOCK + place, size - 1), margin)
+    return Drawn(jnp.minimum(block * search.BLOCK + place, size - 1), margin)
 
 
 def _first(edges: Pair, positive: jax.Array, goal: Pair) -> tuple[jax.Array, jax.Array]:
