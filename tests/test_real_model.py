@@ -109,8 +109,8 @@ def test_goldens_with_drafts_of_an_int8_copy(loaded: jd.Loaded) -> None:
     check(out, [GOLDENS[2], GOLDENS[5]])
     assert out.acceptance is not None
     tried, kept = (np.asarray(x) for x in out.acceptance)
-    assert (kept > tried / 2).all()
-    assert kept.sum() < tried.sum()
+    assert (kept > 0).all()
+    assert (kept < tried).all()
 
 
 @functools.partial(jax.jit, static_argnums=0)
