@@ -23,8 +23,8 @@ def test_the_same_text_and_a_line_about_the_drafts() -> None:
         assert 0 < counts["accepted"] <= counts["drafted"]
         code, out, err = call(*TOY, *how, "a word a word a wo")
         assert (code, out) == (0, plain["text"] + "\n")
-        told = f"{counts['accepted']} of {counts['drafted']} drafted tokens accepted, "
-        assert err == told + f"{len(plain['tokens'])} written\n"
+        line = f"{counts['accepted']} of {counts['drafted']} drafted tokens accepted, "
+        assert err == line + f"{len(plain['tokens'])} written\n"
 
 
 def test_a_stop_inside_a_draft_ends_the_tokens_there() -> None:
