@@ -58,12 +58,10 @@ def assert_bad(result: Result, about: str) -> None:
 def process(*arguments: str, program: tuple[str, ...] = ("-m", "jaxdecode"), **options: Any) -> Iterator[Any]:
     """The command line in a process of its own, on pipes, in an environment that asks nothing of jax or XLA.
 
-    But for one thing: few optimizations, as in tests/conftest.py.
+    But for XLA_FLAGS of scripts/test.
     """
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "TF_", "XLA_"))}
-    if not os.environ.get("JAXDECODE_TEST_OPTIMIZED"):
-        plain["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "TF_", "XLA_")) or k == "XLA_FLAGS"}
     command = [sys.executable, *program, *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, text=True, encoding="utf-8", env=plain | pipes.pop("env", {}), **pipes
