@@ -227,6 +227,7 @@ def _continued(
     batch = prompt.tokens.shape[0]
     rows = common.logits_spec(model, params, cache).shape[0]
     checks.require(rows == batch, "cache", f"one of {batch} rows", f"{rows} rows")
+    all_but_last = cached is None
     if cached is None:
         cached = prompt.length - 1
     else:
@@ -251,7 +252,9 @@ def _continued(
         width = 1 + length_class(int(np.max(rest)))
         at = np.minimum(cached[:, None] + np.arange(width), prompt.tokens.shape[1] - 1)
         left = Prompt(jnp.take_along_axis(jnp.asarray(prompt.tokens), at, axis=1), rest + 1, jnp.zeros_like(rest))
-        cache, prompt = _extend(model, params, cache, left), prompt._replace(cached=prompt.length - 1)
+        cache = _extend(model, params, cache, left)
+    if checks.is_concrete(rest) or all_but_last:
+        prompt = prompt._replace(cached=None)
     return _widened(prompt, cache), cache
 
 
