@@ -330,5 +330,5 @@ def test_settings_are_frozen_keyword_only_and_know_their_size() -> None:
         Settings().temperature = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
         Settings(5)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="beams"):  # what is not built yet is absent, not ignored
-        Settings(beams=4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="cache_len"):  # what is no setting is refused, not ignored
+        Settings(cache_len=4)  # type: ignore[call-arg]
