@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job: programs under test would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MAPS = Path("/proc/self/maps")  # on Linux, where a process may have 65,530 of them and XLA:CPU crashes without one
 MOST_MAPS = 20_000
