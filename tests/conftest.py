@@ -34,8 +34,21 @@ LOGIC += (
     "session",
 )
 LOGIC += ("settings", "speculative", "tokenizer")
-# Of these, the files that run on the newest Python too when both are tested: what it may break is seen there.
-BOTH = ("beam_settings", "checkpoint_load", "cli_process", "engine", "package", "settings")
+# The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
+# each part of the library.
+BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "decoders_table", "draw", "engine")
+BOTH += (
+    "jax_faults",
+    "kvcache",
+    "operation_counts",
+    "package",
+    "programs",
+    "quant",
+    "real_model",
+    "search",
+    "settings",
+)
+BOTH += ("transformer", "truncation")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.path.name.removeprefix("test_")
         if name.startswith(LOGIC):
             item.add_marker("logic")
-        if name.startswith(BOTH) or not name.startswith(LOGIC):
+        if name.startswith(BOTH):
             item.add_marker("both")
 
 
