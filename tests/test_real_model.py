@@ -105,12 +105,11 @@ def test_goldens_alone_in_a_larger_allocation(loaded: jd.Loaded) -> None:
 def test_goldens_with_drafts_of_an_int8_copy(loaded: jd.Loaded) -> None:
     """Rows that get on by different numbers of tokens; two of them, since a pass over eight is dear for many."""
     draft = (loaded.model, jd.quantize(loaded.params, "int8"))
-    out = decode(loaded, loaded.params, [PROMPTS[2], PROMPTS[5]], n=NEW // 2, draft=draft)
-    halves = [{**GOLDENS[i], "output_ids": GOLDENS[i]["output_ids"][: NEW // 2]} for i in (2, 5)]
-    check(out, [{**half, "logprobs": half["logprobs"][: NEW // 2]} for half in halves])
+    out = decode(loaded, loaded.params, [PROMPTS[2], PROMPTS[5]], draft=draft)
+    check(out, [GOLDENS[2], GOLDENS[5]])
     assert out.acceptance is not None
     tried, kept = (np.asarray(x) for x in out.acceptance)
-    assert kept.sum() > 0  # within so few tokens a row may have been unlucky, and paused
+    assert (kept > 0).all()
     assert (kept < tried).all()
 
 
