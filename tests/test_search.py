@@ -104,8 +104,8 @@ def reads(jaxpr: core.Jaxpr, size: int, best: bool) -> int:
         total += eqn.primitive.name in READS and large
         assert not (large and eqn.primitive.name in SLOW), eqn.primitive.name
         inner = [x for v in eqn.params.values() for x in (v if isinstance(v, (tuple, list)) else [v])]
-        found = [reads(x.jaxpr, size, best) for x in inner if isinstance(x, core.ClosedJaxpr)]
-        found += [reads(x, size, best) for x in inner if isinstance(x, core.Jaxpr)]
+        bodies = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in inner]  # of newer jax both at once
+        found = [reads(x, size, best) for x in bodies if isinstance(x, core.Jaxpr)]
         if eqn.primitive.name == "cond":
             total += min(found) if best else max(found)
         else:
