@@ -24,10 +24,11 @@ if TYPE_CHECKING:
         repeat_rows,
         take_rows,
     )
+    from jaxdecode.caches import load_cache, prefill, refill, save_cache
     from jaxdecode.checkpoint import Loaded, load, save
     from jaxdecode.composition import combine, contrastive, guidance, product, uncached
     from jaxdecode.decoders import beam, greedy, prompt_lookup, sample, speculative
-    from jaxdecode.generation import generate, prefill
+    from jaxdecode.generation import generate
     from jaxdecode.loop import run, run_until_done, stream
     from jaxdecode.quant import QTensor, dequantize, quantize
     from jaxdecode.rulebook import Settings
@@ -98,6 +99,7 @@ __all__ = [
     "greedy",
     "guidance",
     "load",
+    "load_cache",
     "logit_bias",
     "min_new_tokens",
     "min_p",
@@ -110,12 +112,14 @@ __all__ = [
     "prompt_lookup",
     "put_rows",
     "quantize",
+    "refill",
     "repeat_rows",
     "repetition_penalty",
     "run",
     "run_until_done",
     "sample",
     "save",
+    "save_cache",
     "score",
     "speculative",
     "stream",
@@ -138,7 +142,8 @@ _HOME = {
     "checkpoint": "Loaded load save",
     "composition": "combine contrastive guidance product uncached",
     "decoders": "beam greedy prompt_lookup sample speculative",
-    "generation": "generate prefill",
+    "caches": "load_cache prefill refill save_cache",
+    "generation": "generate",
     "loop": "run run_until_done stream",
     "quant": "QTensor dequantize quantize",
     "rulebook": "Settings",

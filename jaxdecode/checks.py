@@ -6,14 +6,14 @@ numbers, a negative value for counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["POISON", "in_range", "is_concrete", "real", "require", "shorten", "token_ids", "whole"]
+__all__ = ["POISON", "dtype", "in_range", "is_concrete", "real", "require", "shorten", "token_ids", "whole"]
 
 POISON = -(2**31)  # a count that no caller may pass: marks a traced value that was out of range
 
@@ -33,6 +33,16 @@ def require(ok: bool, what: str, expected: str, got: Any) -> None:
     """Raise the project's one form of ValueError unless ``ok``."""
     if not ok:
         raise ValueError(f"{what}: expected {expected}, got {shorten(got)}")
+
+
+def dtype(what: str, given: Any, names: Sequence[str]) -> str:
+    """The name of a dtype, which must be one of ``names``."""
+    try:
+        name = jnp.dtype(given).name
+    except TypeError:
+        name = None
+    require(name in names, what, f"one of {', '.join(names)}", name or given)
+    return str(name)
 
 
 def _setting(value: Any, what: str, expected: str) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxdecode.loop import run_until_done
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import LogitsTransform
 
-__all__ = ["Settings", "as_prompt", "decoder_of", "generate", "prefill", "start", "vocab_size_of"]
+__all__ = ["Settings", "as_prompt", "decoder_of", "extend", "generate", "start", "vocab_size_of"]
 
 
 def length_class(n: int) -> int:
@@ -252,7 +252,7 @@ def _continued(
         width = 1 + length_class(int(np.max(rest)))
         at = np.minimum(cached[:, None] + np.arange(width), prompt.tokens.shape[1] - 1)
         left = Prompt(jnp.take_along_axis(jnp.asarray(prompt.tokens), at, axis=1), rest + 1, jnp.zeros_like(rest))
-        cache = _extend(model, params, cache, left)
+        cache = extend(model, params, cache, left)
     if checks.is_concrete(rest) or all_but_last:
         prompt = prompt._replace(cached=None)
     return _widened(prompt, cache), cache
@@ -335,24 +335,6 @@ def start(model: Model, params: Params, prompts: Any, **options: Any) -> tuple[D
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _extend(model: Model, params: Params, cache: Cache, prompt: Prompt) -> Cache:
+def extend(model: Model, params: Params, cache: Cache, prompt: Prompt) -> Cache:
+    """``cache`` with all but the last token of each row's ``prompt``, of which it holds ``prompt.cached``."""
     return common.prefill(model, params, cache, prompt, jnp.ones_like(prompt.length, bool))
-
-
-def prefill(model: Model, params: Params, prompts: Sequence[Sequence[int]], *, max_len: int) -> Cache:
-    """A cache that holds ``prompts`` (lists of ids, which may be empty), with slots for ``max_len`` tokens a row.
-
-    It may be continued any number of times (``generate(..., cache=...)``), repeated for many rows (``repeat_rows``),
-    and joined to another one for a model made by ``combine``. ValueError for bad ids, or more than fits.
-
-    >>> from jaxdecode.testing import markov_model
-    >>> cache = prefill(markov_model(), jnp.eye(2), [[0, 1], []], max_len=8)
-    >>> cache["length"].tolist()
-    [2, 0]
-    """
-    longer = [[*prompt, 0] for prompt in prompts]  # the last token of a prompt is left to the first step
-    prompt = as_prompt(longer, None, "right", vocab_size_of(model, params))
-    most = int(np.max(prompt.length)) - 1
-    ok = type(max_len) is int and max_len >= most
-    checks.require(ok, "max_len", f"a whole number >= {most}, the longest prompt", max_len)
-    return _extend(model, params, model.init_cache(params, len(longer), max_len), prompt)

@@ -48,10 +48,11 @@ def capacity_class(need: int, most: int, least: int = LEAST) -> int:
 def rolled_back(cache: Cache, held: int, keep: int) -> Cache | None:
     """``cache``, which holds one row of ``held`` tokens, cut to its first ``keep``.
 
-    None for a cache that cannot be cut (anything but KV nodes), which then must be filled anew.
+    None for a cache that cannot be cut (anything but KV nodes, or a ring's too far end): it must be filled anew.
     """
-    if kvcache.only_nodes(cache):
-        return kvcache.truncate(cache, jnp.array([keep], jnp.int32))
+    length = jnp.array([keep], jnp.int32)
+    if kvcache.only_nodes(cache) and bool(kvcache.reaches_back(cache, length)[0]):
+        return kvcache.truncate(cache, length)
     return cache if keep == held else None
 
 

@@ -33,10 +33,19 @@ LOGIC += (
     "sequence_law",
     "session",
 )
-LOGIC += ("settings", "speculative", "tokenizer")
+LOGIC += ("caches", "kvcache_windows", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
 # each part of the library.
-BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "decoders_table", "draw", "engine")
+BOTH = (
+    "batch_invariance",
+    "caches",
+    "beam_settings",
+    "checkpoint_load",
+    "cli_process",
+    "decoders_table",
+    "draw",
+    "engine",
+)
 BOTH += (
     "jax_faults",
     "kvcache",

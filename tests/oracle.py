@@ -39,10 +39,18 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return shifted / shifted.sum(-1, keepdims=True)
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int = 0) -> np.ndarray:
-    """S10: softmax(Q K^T / sqrt(d) + M) V for one head; q[S,h] follows ``past`` of the T positions of k, v [T,h]."""
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, past: int = 0, window: int | None = None, sinks: int = 0
+) -> np.ndarray:
+    """S10: softmax(Q K^T / sqrt(d) + M) V for one head; q[S,h] follows ``past`` of the T positions of k, v [T,h].
+
+    With a window M is a band, of the last ``window`` positions, and the first ``sinks`` columns.
+    """
     scores = q @ k.T / math.sqrt(q.shape[1])
-    hidden = np.arange(len(k))[None, :] > past + np.arange(len(q))[:, None]
+    row, column = past + np.arange(len(q))[:, None], np.arange(len(k))[None, :]
+    hidden = column > row
+    if window is not None:
+        hidden |= (column <= row - window) & (column >= sinks)
     return softmax(np.where(hidden, -np.inf, scores)) @ v
 
 
@@ -94,7 +102,9 @@ def forward(config: TransformerConfig, params: Any, tokens: Any) -> Trace:
     embed = wide(params["embed"])
     x = embed[np.asarray(tokens)]
     keys, values, residual = [], [], []
-    for layer in params["layers"]:
+    window = config.sliding_window
+    windows = window if isinstance(window, tuple) else (window,) * config.n_layers
+    for number, layer in enumerate(params["layers"]):
         weights = wide(layer["qkv"])
         wq, wk, wv = weights[: heads * h], weights[heads * h : (heads + kv) * h], weights[(heads + kv) * h :]
         normed = _rms_norm(x, wide(layer["attn_norm"]), config.norm_eps)
@@ -104,7 +114,7 @@ def forward(config: TransformerConfig, params: Any, tokens: Any) -> Trace:
         for i in range(heads):
             q = _rotate(normed @ wq[i * h : (i + 1) * h].T, speeds)
             group = i // (heads // kv)  # query heads share KV heads in order
-            out.append(attention(q, k[:, group], v[:, group]))
+            out.append(attention(q, k[:, group], v[:, group], 0, windows[number], config.attention_sinks))
         x = x + np.concatenate(out, axis=1) @ wide(layer["out"]).T
         normed = _rms_norm(x, wide(layer["mlp_norm"]), config.norm_eps)
         both = normed @ wide(layer["gate_up"]).T

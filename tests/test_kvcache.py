@@ -8,56 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_histories import HEAD, KV, LAYERS, WIDTH, call, draw, empty, feed
 from programs import multiplications, result_shapes
 
 from jaxdecode import base, kvcache
-
-LAYERS, KV, GROUPS, HEAD, WIDTH = 2, 2, 3, 4, 3
-CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
-
-History = list[list[tuple[np.ndarray, np.ndarray]]]  # per row and token, keys and values [LAYERS,KV,HEAD]
-
-
-@jax.jit
-def call(cache: kvcache.KVCache, q: Any, k: Any, v: Any, lengths: Any) -> tuple[jax.Array, kvcache.KVCache]:
-    """What a model does: plan once, then per layer write and attend. q[L,B,K,G,S,h], k and v [L,B,S,K,h]."""
-    plan = kvcache.plan(cache, k.shape[2], lengths)
-    out, layers = [], []
-    for i in range(LAYERS):
-        layers.append(kvcache.write(cache.layers[i], k[i], v[i], plan))
-        out.append(kvcache.attend(q[i], layers[i], cache, i, plan))
-    return jnp.stack(out), kvcache.advance(cache, layers, plan)
-
-
-def draw(rng: np.random.Generator, rows: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    q = rng.normal(size=(LAYERS, rows, KV, GROUPS, size, HEAD)).astype(np.float32)
-    k, v = rng.normal(size=(2, LAYERS, rows, size, KV, HEAD)).astype(np.float32)
-    return q, k, v
-
-
-def feed(cache: Any, history: History, rng: Any, lengths: list[int], width: int = WIDTH) -> kvcache.KVCache:
-    """One call of ``width`` tokens; checks every real query of every layer, and grows ``history``."""
-    q, k, v = draw(rng, len(history), width)
-    out, cache = call(cache, q, k, v, np.array(lengths, np.int32))
-    assert np.isfinite(out).all()
-    for row, n in enumerate(lengths):
-        past = len(history[row])
-        history[row] += [(k[:, row, s], v[:, row, s]) for s in range(n)]
-        for layer in range(LAYERS):
-            for head in range(KV):
-                keys, values = (np.array([t[i][layer, head] for t in history[row]]) for i in (0, 1))
-                for group in range(GROUPS if n else 0):
-                    wanted = oracle.attention(np.float64(q[layer, row, head, group, :n]), keys, values, past)
-                    np.testing.assert_allclose(out[layer, row, head, group, :n], wanted, **CLOSE)
-    return cache
-
-
-def empty(rows: int, capacity: int) -> tuple[kvcache.KVCache, History]:
-    return kvcache.create(LAYERS, rows, KV, HEAD, capacity), [[] for _ in range(rows)]
 
 
 def test_S10_attention_is_the_softmax_formula_and_each_layer_has_its_own_keys_and_values() -> None:

@@ -46,8 +46,9 @@ class Plain(NamedTuple):
 
         for i, p in enumerate(params):
             q, k, v = (split(linear.matmul(p[n], flat)) for n in "qkv")
-            layers.append(kvcache.write(cache.layers[i], k, v, plan))
-            out = kvcache.attend(q.transpose(0, 2, 1, 3)[:, :, None], layers[i], cache, i, plan)
+            q = q.transpose(0, 2, 1, 3)[:, :, None]
+            out, layer = kvcache.extend(q, k, v, kvcache.one_layer(cache, i), plan)
+            layers.append(layer)
             out = out[:, :, 0].transpose(0, 2, 1, 3).reshape(rows * size, self.d).T
             flat = flat + linear.matmul(p["out"], out)
             flat = flat + linear.matmul(p["down"], jax.nn.relu(linear.matmul(p["up"], flat)))

@@ -22,9 +22,10 @@ from jaxdecode.checkpoint.converted import Copy, Progress
 from jaxdecode.checkpoint.generation_config import settings_of
 from jaxdecode.checkpoint.saving import save
 from jaxdecode.checkpoint.source import Checkpoint
+from jaxdecode.checks import dtype as check_dtype
 from jaxdecode.checks import require
 from jaxdecode.models.toy import ToyConfig
-from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.models.transformer import CACHE_DTYPES, TransformerConfig, transformer
 from jaxdecode.quant import Scheme, check_scheme
 from jaxdecode.text.tokenizer import Tokenizer
 
@@ -71,12 +72,14 @@ def load(
     *,
     dtype: DTypeLike = "float32",
     quantize: Scheme | None = None,
+    cache_dtype: DTypeLike | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a model: a catalogue name, a ``.gguf`` file, a Hugging Face directory, or a hub id "owner/name".
 
     dtype: of all params: float32, bfloat16 or float16. quantize: "int8" or "int8_weights": matrices are a ``QTensor``,
-    as from ``jaxdecode.quantize(params, quantize)``. The first load of a file converts it into the user's cache
+    as from ``jaxdecode.quantize(params, quantize)``. cache_dtype: of keys and values in the cache: another float, or
+    int8, a quarter of the memory (None: that of the params). The first load of a file converts it into the user's cache
     (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. What ``save``
     wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
     here, unless JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme, damaged or
@@ -87,24 +90,17 @@ def load(
     >>> loaded.tokenizer.decode(loaded.tokenizer.encode("words"))
     'words'
     """
-    kind = _dtype(dtype)
+    kind = np.dtype(jnp.dtype(check_dtype("dtype", dtype, _DTYPES)))
     if quantize is not None:
         check_scheme("quantize", quantize)
+    if cache_dtype is not None:
+        cache_dtype = check_dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
     if source == TOY:
+        require(cache_dtype is None, "cache_dtype", "None for toy (its cache is the last token)", cache_dtype)
         require(quantize is None, "quantize", "None for toy (a table, no matrix to multiply by)", quantize)
         return _toy(kind)
     progress = progress or (lambda text, fraction: None)
-    return _transformer(find(source, progress), kind, quantize, progress)
-
-
-def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    try:
-        kind = np.dtype(jnp.dtype(dtype))
-    except TypeError:
-        kind = None
-    if kind is None or kind.name not in _DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {kind or dtype}")
-    return kind
+    return _transformer(find(source, progress), kind, quantize, cache_dtype, progress)
 
 
 class Source(NamedTuple):
@@ -146,11 +142,13 @@ def _directory(folder: Path) -> Source:
     return Source(folder, source_files(folder), read_llama_directory)
 
 
-def _transformer(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress) -> Loaded:
-    from jaxdecode.models.transformer import transformer
-
+def _transformer(
+    source: Source, dtype: np.dtype[Any], scheme: Scheme | None, cache_dtype: str | None, progress: Progress
+) -> Loaded:
     copy = _copy(source, dtype, scheme, progress)
-    return Loaded(transformer(copy.config), copy.params, copy.tokenizer, copy.config, copy.generation)
+    return Loaded(
+        transformer(copy.config, cache_dtype=cache_dtype), copy.params, copy.tokenizer, copy.config, copy.generation
+    )
 
 
 def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress) -> Copy:

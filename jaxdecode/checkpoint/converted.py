@@ -164,11 +164,12 @@ def _copy(checkpoint: Checkpoint, arrays: Mapping[str, jax.Array], scheme: Schem
 
 
 def _config(fields: dict[str, Any]) -> TransformerConfig:
-    freqs, scaling = fields.pop("rope_freqs"), fields.pop("rope_scaling")
+    freqs, scaling, window = (fields.pop(name) for name in ("rope_freqs", "rope_scaling", "sliding_window"))
     return TransformerConfig(
         **fields,
         rope_freqs=None if freqs is None else tuple(freqs),
         rope_scaling=None if scaling is None else RopeScaling(**scaling),
+        sliding_window=tuple(window) if isinstance(window, list) else window,
     )
 
 

@@ -122,7 +122,10 @@ def _rope(read: Fields, context: int, head_dim: int) -> dict[str, Any]:
 
 
 def config_to_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    """``config.json`` for a config and a dtype by name. ValueError for rotary divisors that no such file can state."""
+    """``config.json`` for a config and a dtype by name. ValueError for what no such file can state."""
+    window, sinks = config.sliding_window, config.attention_sinks
+    require(window is None, "save: config.sliding_window", "None: a llama's config.json states no window", window)
+    require(sinks == 0, "save: config.attention_sinks", "0: a llama's config.json states none", sinks)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",

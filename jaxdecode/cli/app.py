@@ -41,6 +41,10 @@ Quantize = Annotated[
     SchemeName | None,
     typer.Option(help="Weights as int8: int8 rounds the activations too, int8_weights leaves them as they are."),
 ]
+CacheDtypeName = Literal["float32", "bfloat16", "float16", "int8"]
+CacheDtype = Annotated[
+    CacheDtypeName | None, typer.Option(help="Type of keys and values in the cache; as the weights if not given.")
+]
 NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")
 ]
@@ -135,6 +139,7 @@ def generate(
     stream: Annotated[bool, typer.Option(help="Print while writing, or all at the end.")] = True,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
+    cache_dtype: CacheDtype = None,
     draft_model: Annotated[
         str | None,
         typer.Option(
@@ -192,6 +197,7 @@ def generate(
         stream=stream,
         compile_cache=not no_compile_cache,
         draft=Draft(draft_model, draft_quantize, draft_length),
+        cache_dtype=cache_dtype,
     )
     raise typer.Exit(run(prompt, request))
 
@@ -219,6 +225,7 @@ def chat(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each line read.")] = False,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
+    cache_dtype: CacheDtype = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Talk with a model, turn by turn.
@@ -237,8 +244,8 @@ def chat(
         "seed": seed,
         **more,
     }
-    how: Any = {"dtype": dtype, "quantize": quantize, "compile_cache": not no_compile_cache}
-    code = run(model, system=system, numbers=numbers, json=json, **how)
+    how: Any = {"dtype": dtype, "quantize": quantize, "cache_dtype": cache_dtype}
+    code = run(model, compile_cache=not no_compile_cache, system=system, numbers=numbers, json=json, **how)
     raise typer.Exit(code)
 
 
@@ -252,6 +259,7 @@ def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)],
     dtype: Dtype = "float32",
     quantize: Quantize = None,
+    cache_dtype: CacheDtype = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:
     """Tell what a model is made of and what it costs.
@@ -261,7 +269,7 @@ def inspect(
     """
     from jaxdecode.cli.inspection import run
 
-    raise typer.Exit(run(model, dtype=dtype, quantize=quantize, json=json))
+    raise typer.Exit(run(model, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, json=json))
 
 
 @app.command(
@@ -289,6 +297,7 @@ def bench(
     ] = False,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
+    cache_dtype: CacheDtype = None,
     compile_cache: Annotated[
         bool, typer.Option("--compile-cache", help="Take compiled programs from the cache; else each is compiled.")
     ] = False,
@@ -313,6 +322,7 @@ def bench(
         floor=floor,
         dtype=dtype,
         quantize=quantize,
+        cache_dtype=cache_dtype,
         compile_cache=compile_cache,
         json=json,
     )

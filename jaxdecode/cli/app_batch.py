@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxdecode.cli.app import (
+    CacheDtype,
     Dtype,
     MaxNewTokens,
     MinP,
@@ -81,6 +82,7 @@ def batch(
     share_prefixes: Annotated[bool, typer.Option(help="Compute what prompts have in common once.")] = True,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
+    cache_dtype: CacheDtype = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Answer every line of a file.
@@ -112,6 +114,7 @@ def batch(
         json=True,
         stream=False,
         compile_cache=not no_compile_cache,
+        cache_dtype=cache_dtype,
     )
     asked = Asked(source, target, slots, shard_of(shard), order == "input", resume, share_prefixes)
     raise typer.Exit(run(asked, request))

@@ -68,8 +68,7 @@ def run(asked: Asked, defaults: Request) -> int:
             if target.exists() and target.samefile(source):
                 raise BadInput(f"OUT: expected another file than IN, got {asked.target}")
             defaults = defaults._replace(constraints=constraining.read(defaults.constraints))
-            how: Any = {"dtype": defaults.dtype, "quantize": defaults.quantize}
-            loaded = jaxdecode.load(defaults.model, **how, progress=progress)
+            loaded = jaxdecode.load(defaults.model, **defaults.loading, progress=progress)
             Translator(loaded, progress).settings(defaults)  # a wrong default is no fault of the lines
             results = Results(asked.target, _same(asked, defaults), resume=asked.resume, in_order=asked.in_order)
         try:

@@ -38,6 +38,7 @@ class Asked(NamedTuple):
     floor: bool
     dtype: str
     quantize: Scheme | None
+    cache_dtype: str | None
     compile_cache: bool
     json: bool
 
@@ -66,7 +67,13 @@ def run(asked: Asked) -> int:
     finally:
         progress.stop()
     about = {"format": FORMAT, "version": VERSION, "model": asked.model, "dtype": asked.dtype}
-    how = {"quantize": asked.quantize, "threads": _threads(), "runs": asked.runs, "versions": versions()}
+    how = {
+        "quantize": asked.quantize,
+        "cache_dtype": asked.cache_dtype,
+        "threads": _threads(),
+        "runs": asked.runs,
+        "versions": versions(),
+    }
     told = {**about, **how, **found}
     typer.echo(json_text.dumps(told, ensure_ascii=False) if asked.json else as_text(told), nl=asked.json)
     return 0
@@ -101,7 +108,8 @@ def _load(asked: Asked, scheme: Scheme | None, progress: Progress) -> Loaded:
     """The model as a mode wants it; a mode that says nothing of the weights has those of ``--quantize``."""
     import jaxdecode
 
-    return jaxdecode.load(asked.model, dtype=asked.dtype, quantize=scheme or asked.quantize, progress=progress)
+    how: Any = {"dtype": asked.dtype, "quantize": scheme or asked.quantize, "cache_dtype": asked.cache_dtype}
+    return jaxdecode.load(asked.model, **how, progress=progress)
 
 
 def _threads() -> int:

@@ -21,6 +21,7 @@ def run(
     *,
     dtype: str,
     quantize: Scheme | None,
+    cache_dtype: str | None,
     system: str | None,
     numbers: dict[str, Any],
     json: bool,
@@ -44,7 +45,7 @@ def run(
         with bad_input():
             check_numbers(numbers)
             sources = constraining.read(given)
-            loaded = jaxdecode.load(model, dtype=dtype, quantize=quantize, progress=progress)
+            loaded = jaxdecode.load(model, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, progress=progress)
             constraint = constraining.compiled(loaded, sources, progress)
             loaded.tokenizer.chat([{"role": "user", "content": "?"}])  # no template: better told now
     finally:

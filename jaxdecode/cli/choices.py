@@ -64,6 +64,12 @@ class Request(NamedTuple):
     stream: bool
     compile_cache: bool
     draft: Draft = Draft()
+    cache_dtype: str | None = None
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """How a model is loaded: arguments of ``jaxdecode.load``."""
+        return {"dtype": self.dtype, "quantize": self.quantize, "cache_dtype": self.cache_dtype}
 
     @property
     def several(self) -> int | None:

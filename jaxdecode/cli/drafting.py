@@ -34,7 +34,9 @@ def check(draft: Draft, settings: dict[str, Any]) -> None:
         raise BadInput("--prompt-lookup: expected no draft model beside it, got one")
 
 
-def load_draft(loaded: Loaded, name: str, draft: Draft, dtype: Any, progress: Progress) -> tuple[Model, Params] | None:
+def load_draft(
+    loaded: Loaded, name: str, draft: Draft, loading: dict[str, Any], progress: Progress
+) -> tuple[Model, Params] | None:
     """The draft model and its params, or None if none is wanted. Bad input: its tokens are not those of ``loaded``."""
     if not draft.wanted:
         return None
@@ -42,7 +44,7 @@ def load_draft(loaded: Loaded, name: str, draft: Draft, dtype: Any, progress: Pr
 
     source = name if draft.model is None else draft.model
     with bad_input():
-        other = jaxdecode.load(source, dtype=dtype, quantize=draft.quantize, progress=progress)
+        other = jaxdecode.load(source, **{**loading, "quantize": draft.quantize}, progress=progress)
         if source != name:
             _check_tokens(loaded, other)
     return other.model, other.params

@@ -52,9 +52,8 @@ def run(prompt: str | None, request: Request) -> int:
             numbers = {k: v for k, v in settings_of(request).items() if k not in TEXTS}
             jaxdecode.Settings(**numbers)  # a number out of range should not wait for the model
             request = request._replace(constraints=constraining.read(request.constraints))
-            how: Any = {"dtype": request.dtype, "quantize": request.quantize}
-            loaded = jaxdecode.load(request.model, **how, progress=progress)
-            draft = drafting.load_draft(loaded, request.model, request.draft, request.dtype, progress)
+            loaded = jaxdecode.load(request.model, **request.loading, progress=progress)
+            draft = drafting.load_draft(loaded, request.model, request.draft, request.loading, progress)
             request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
             grammar = constraining.compiled(loaded, request.constraints, progress)

@@ -24,13 +24,13 @@ POSITIONS = (1, 128, 1024, 8192)  # where multiplications are counted, as far as
 LOGITS_COPIES = 8  # arrays [V] in float32 that a step holds per row; compiled steps were measured at 6.3 to 7.3
 
 
-def run(model: str, *, dtype: str, quantize: Scheme | None, json: bool) -> int:
+def run(model: str, *, dtype: str, quantize: Scheme | None, cache_dtype: str | None, json: bool) -> int:
     """Describe ``model``; only the head of its files is read, no weight. Returns the exit code."""
     progress = Progress()
     try:
         progress("reading")
         with bad_input():
-            found = describe(model, dtype, quantize, progress)
+            found = describe(model, dtype, quantize, cache_dtype or dtype, progress)
     finally:
         progress.stop()
     if json:
@@ -40,7 +40,9 @@ def run(model: str, *, dtype: str, quantize: Scheme | None, json: bool) -> int:
     return 0
 
 
-def describe(source: str, dtype: str, scheme: Scheme | None, progress: Callable[..., None]) -> dict[str, Any]:
+def describe(
+    source: str, dtype: str, scheme: Scheme | None, cache_dtype: str, progress: Callable[..., None]
+) -> dict[str, Any]:
     """Everything the command tells, as JSON. ValueError, OSError, ImportError: no such model, or a damaged one."""
     from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
@@ -58,9 +60,9 @@ def describe(source: str, dtype: str, scheme: Scheme | None, progress: Callable[
         "files": files,
         "config": dataclasses.asdict(config),
         **_totals(params, dtype, scheme),
-        "cache_bytes_per_token": _cache_bytes(config, 1, dtype),
+        "cache_bytes_per_token": _cache_bytes(config, 1, cache_dtype),
         "multiplications_per_token": _multiplications(config),
-        "memory": _memory(config, sum(p["bytes"] for p in params), dtype),
+        "memory": _memory(config, sum(p["bytes"] for p in params), cache_dtype),
         "parameter_table": params,
     }
 

@@ -45,7 +45,7 @@ def recorded(
         "format": FORMAT,
         "version": VERSION,
         "versions": versions(),
-        "model": {"source": request.model, "dtype": request.dtype, "quantize": request.quantize, "files": files},
+        "model": {"source": request.model, **request.loading, "files": files},
         "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
         "settings": {**request.settings, **samples, **ends, **request.constraints},
         **_drafted(request, progress),
@@ -62,7 +62,7 @@ def _drafted(request: Request, progress: Report) -> dict[str, Any]:
         return {}
     source = request.model if draft.model is None else draft.model
     files = described_files(_files_of(source, progress), progress)
-    about = {"source": source, "dtype": request.dtype, "quantize": draft.quantize, "length": draft.length}
+    about = {"source": source, **request.loading, "quantize": draft.quantize, "length": draft.length}
     return {"draft": {**about, "files": files}}
 
 

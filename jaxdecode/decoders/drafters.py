@@ -178,7 +178,7 @@ def _write(
     at = jnp.minimum(state.length[:, None] + steps, copy.tokens.shape[1] - 1)
     place = jnp.minimum(at - state.start[:, None], copy.margin.shape[1] - 1)
     tokens, margin = (jnp.take_along_axis(x, i, axis=1) for x, i in ((copy.tokens, at), (copy.margin, place)))
-    kept = after if kvcache.only_nodes(cache) else before  # what cannot be cut is read again
+    kept = after if kvcache.cuttable(cache, size + 1) else before  # what cannot be cut is read again
     return Drafts(tokens, copy.length - state.length, laws, margin), *kept
 
 

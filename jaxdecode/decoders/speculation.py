@@ -175,7 +175,7 @@ def _speculate(parts: _Parts, params: Params, state: SpeculativeState, count: ja
     (new, _), _ = lax.scan(position, (bare, running), places)
     taken = jnp.where(running, new.length - state.length, 0)
     cache = _kept(parts.model, own_params, cache, after, fed, taken, new.length - 1)
-    if kvcache.only_nodes(draft_cache):
+    if kvcache.cuttable(draft_cache, parts.size + 1):
         draft_cache = kvcache.truncate(draft_cache, new.length - 1)
     cost = parts.drafter.cost(own_params, draft_params)
     return dataclasses.replace(
@@ -191,7 +191,7 @@ def _kept(
     model: Model, params: Params, before: Cache, after: Cache, fed: jax.Array, taken: jax.Array, length: jax.Array
 ) -> Cache:
     """The cache with the first ``taken[B]`` of the tokens fed, ``length[B]`` in all: cut, or read again from before."""
-    if kvcache.only_nodes(after):
+    if kvcache.cuttable(after, fed.shape[1]):
         return kvcache.truncate(after, length)
     return model.apply(params, fed, before, lengths=taken, logits_at=fed[:, :0])[1]
 

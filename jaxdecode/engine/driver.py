@@ -110,7 +110,7 @@ class Driver:
         self._staged: list[_Staged | None] = [None] * plan.staged
         self.state = programs.init(plan, params, first.rules)
         self._weighs = getattr(self.state.rows, "log_weight", None) is not None
-        self._prefixes = Prefixes(plan.kept, kvcache.only_nodes(self.state.kept))
+        self._prefixes = Prefixes(plan.kept, kvcache.cuttable(self.state.kept))
         self._warm(first)
 
     def _warm(self, first: Job) -> None:

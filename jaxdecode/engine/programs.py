@@ -89,10 +89,10 @@ def init(plan: Plan, params: Params, rules: Rules) -> EngineState:
 def begin(staged: Cache, kept: Cache, row: Any, source: Any, length: Any) -> Cache:
     """The staged rows, of which ``row`` is now a copy of kept row ``source`` (0: empty), cut to ``length`` tokens.
 
-    A cache of anything but KV nodes is not cut: ``length`` must be what it holds.
+    A cache that is not ``cuttable`` is not cut: ``length`` must be what it holds.
     """
     cache = take_rows(kept, jnp.asarray(source)[None])
-    if kvcache.only_nodes(cache):
+    if kvcache.cuttable(cache):
         cache = kvcache.truncate(cache, jnp.asarray(length)[None])
     return put_rows(staged, jnp.asarray(row)[None], cache)
 

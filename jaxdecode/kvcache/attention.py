@@ -11,9 +11,23 @@ import numpy as np
 from jax import lax
 
 from jaxdecode import base
-from jaxdecode.kvcache.layout import Block, KVCache, Layer, Plan, Segment, offsets
+from jaxdecode.kvcache.layout import (
+    AnyBlock,
+    Int8Block,
+    KVCache,
+    Layer,
+    Plan,
+    Segment,
+    Window,
+    encoded,
+    may_wrap,
+    numbers,
+    offsets,
+    slots_of,
+)
+from jaxdecode.kvcache.writing import write
 
-__all__ = ["attend"]
+__all__ = ["extend"]
 
 HIDDEN = -1e30  # a finite score for entries a query may not see: a row that sees nothing stays finite
 
@@ -26,15 +40,66 @@ class _Part(NamedTuple):
     total: jax.Array
 
 
-def _attend_block(q: jax.Array, block: Block, seen: jax.Array) -> _Part:
+class _Sight(NamedTuple):
+    """Which tokens of a part the queries [R,M] see: the first ``visible``.
+
+    With a window: of these the ones from ``oldest[R,M]`` on, and the first ``sinks[R,M]``. ``held[R]``: tokens that
+    the part has, which say what each slot holds.
+    """
+
+    visible: jax.Array
+    oldest: jax.Array | None = None
+    sinks: jax.Array | None = None
+    held: jax.Array | None = None
+
+    def sees(self, token: jax.Array) -> jax.Array:
+        """Whether a query sees ``token[R,T]`` of the part (below 0: none): [R,M,T]."""
+        token = token[:, None]
+        seen = token < self.visible[:, :, None]
+        if self.oldest is None or self.sinks is None:
+            return seen
+        return seen & (token >= 0) & ((token >= self.oldest[:, :, None]) | (token < self.sinks[:, :, None]))
+
+    def rows(self, fn: Callable[[jax.Array], jax.Array]) -> _Sight:
+        return _Sight(*(None if x is None else fn(x) for x in self))
+
+
+def _sight(visible: jax.Array, before: jax.Array, total: jax.Array, held: jax.Array, window: Window | None) -> _Sight:
+    """The sight of queries that see ``visible[R,M]`` tokens of a part, which comes after ``before[R]`` others.
+
+    total[R,M]: tokens of the row up to the query.
+    """
+    if window is None:
+        return _Sight(visible)
+    first = jnp.broadcast_to(before[:, None], visible.shape)
+    return _Sight(visible, total - window.size - first, window.sinks - first, held)
+
+
+def _masks(sight: _Sight, layer: Layer, window: Window | None) -> Callable[[int, int], jax.Array]:
+    """``seen(offset, size)`` [R,M,T]: which of ``size`` slots of a layer from ``offset`` on a query sees."""
+    held = None if sight.held is None else numbers(sight.held, slots_of(layer), window)
+
+    def seen(offset: int, size: int) -> jax.Array:
+        if held is None:
+            return sight.sees(offset + jnp.arange(size, dtype=jnp.int32)[None])
+        return sight.sees(held[:, offset : offset + size])
+
+    return seen
+
+
+def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array) -> _Part:
     """q[B,K,M,h] over a block's slots; ``seen[B,M,T]``."""
     wide = np.promote_types(q.dtype, np.float32)
     k, v = block.k.astype(q.dtype), block.v.astype(q.dtype)
     scores = jnp.einsum("bkmh,bkht->bkmt", q, k, preferred_element_type=wide)
+    if isinstance(block, Int8Block):
+        scores = scores * block.k_scale[:, :, None].astype(wide)
     scores = jnp.where(seen[:, None], scores * (q.shape[-1] ** -0.5), HIDDEN)
     top = jnp.max(scores, axis=-1)
     weight = jnp.exp(scores - lax.stop_gradient(top)[..., None])
     total = jnp.sum(weight, axis=-1)
+    if isinstance(block, Int8Block):
+        weight = weight * block.v_scale[:, :, None].astype(wide)
     out = jnp.einsum("bkmt,bkth->bkmh", weight.astype(q.dtype), v, preferred_element_type=wide)
     return _Part(out, top, total)
 
@@ -52,26 +117,17 @@ def _attend_layer(q: jax.Array, layer: Layer, seen: Callable[[int, int], jax.Arr
     ``seen(offset, size)`` [R,M,T] says which of ``size`` slots from ``offset`` on a query sees.
     """
 
-    def over(block: Block, offset: int) -> _Part:
+    def over(block: AnyBlock, offset: int) -> _Part:
         return _attend_block(q, block, seen(offset, block.v.shape[2]))
 
     part = over(layer[0], 0)
     for offset, block in offsets(layer)[1:]:
 
-        def more(part: _Part, block: Block = block, offset: int = offset) -> _Part:
+        def more(part: _Part, block: AnyBlock = block, offset: int = offset) -> _Part:
             return _merge(part, over(block, offset))
 
         part = lax.cond(reach > offset, more, lambda part: part, part)
     return part
-
-
-def _up_to(visible: jax.Array) -> Callable[[int, int], jax.Array]:
-    """Every query sees the first ``visible[R,M]`` slots."""
-
-    def seen(offset: int, size: int) -> jax.Array:
-        return offset + jnp.arange(size, dtype=jnp.int32)[None, None, :] < visible[:, :, None]
-
-    return seen
 
 
 def _together(q: jax.Array, n: int) -> jax.Array:
@@ -90,33 +146,42 @@ def _apart(part: _Part, n: int) -> _Part:
     return _Part(*(rows(x) for x in part))
 
 
-def _attend_shared(q: jax.Array, segment: Segment, index: int, reach: jax.Array) -> _Part:
-    """Attention of q[B,K,M,h] over a shared level."""
-    batch, _, size, _ = q.shape
-    layer = segment.layers[index]
+def _of_groups(sight: _Sight, n: int) -> _Sight:
+    """What ``_together`` does to queries, done to what they see."""
+    return sight.rows(lambda x: x[::n] if x.ndim == 1 else x.reshape(len(x) // n, -1))
+
+
+def _attend_shared(
+    q: jax.Array, layer: Layer, segment: Segment, sight: _Sight, window: Window | None, reach: jax.Array
+) -> _Part:
+    """Attention of q[B,K,M,h] over one layer of a shared level."""
     if segment.repeats is None:
         layer = base.take_rows(layer, segment.segment_of_row)
-        visible = jnp.broadcast_to(segment.visible[:, None], (batch, size))
-        return _attend_layer(q, layer, _up_to(visible), reach)
+        return _attend_layer(q, layer, _masks(sight, layer, window), reach)
     n = segment.repeats  # a segment is read once for all rows that use it
-    visible = jnp.repeat(segment.visible.reshape(batch // n, n), size, axis=1)
-    return _apart(_attend_layer(_together(q, n), layer, _up_to(visible), reach), n)
+    seen = _masks(_of_groups(sight, n), layer, window)
+    return _apart(_attend_layer(_together(q, n), layer, seen, reach), n)
 
 
 def _attend_beams(
-    q: jax.Array, layer: Layer, source: jax.Array, beams: int, visible: jax.Array, reach: jax.Array
+    q: jax.Array, layer: Layer, cache: KVCache, sight: _Sight, window: Window | None, reach: jax.Array
 ) -> _Part:
     """Attention of q[B,K,M,h] over the tails of its group: each is read once for the queries of all beams."""
     batch, _, size, _ = q.shape
+    beams, source = cache.beams, cache.source
+    assert source is not None
     groups = batch // beams
     every = jnp.repeat(_together(q, beams), beams, axis=0)  # row b: all queries of its group, for the tail of b
     own = jnp.arange(batch, dtype=jnp.int32) % beams
-    inside = jnp.repeat(visible.reshape(groups, beams * size), beams, axis=0)
+    inside = _masks(_of_groups(sight, beams).rows(lambda x: jnp.repeat(x, beams, axis=0)), layer, window)
+    if sight.held is not None:  # from tokens to slots, which hold the same tokens in all tails of a group
+        number = numbers(sight.held, slots_of(layer), window)
+        source = jnp.take_along_axis(source, jnp.maximum(number, 0), axis=1)
 
     def seen(offset: int, slots: int) -> jax.Array:
         there = source[:, offset : offset + slots].reshape(groups, beams, slots)
         there = jnp.repeat(jnp.repeat(there, size, axis=1), beams, axis=0)
-        return _up_to(inside)(offset, slots) & (there == own[:, None, None])
+        return inside(offset, slots) & (there == own[:, None, None])
 
     part = _attend_layer(every, layer, seen, reach)
     out, top, total = (x.reshape(groups, beams, *x.shape[1:]) for x in part)
@@ -125,19 +190,45 @@ def _attend_beams(
     return _apart(_Part(jnp.sum(out * weight[..., None], 1), most, jnp.sum(total * weight, 1)), beams)
 
 
-def attend(q: jax.Array, layer: Layer, cache: KVCache, index: int, plan: Plan) -> jax.Array:
-    """Causal attention of ``q[B,K,G,S,h]`` (G query heads per KV head) over every part, scaled by h^-1/2.
+def _attend(q: jax.Array, layer: Layer, cache: KVCache, plan: Plan, new: AnyBlock | None = None) -> jax.Array:
+    """Attention of ``q[B,K,G,S,h]`` over every part.
 
-    ``layer`` is layer ``index`` after this call's ``write``; shared parts come from ``cache``. Returns [B,K,G,S,h].
+    ``layer`` is the tail after this call's ``write``, or before it, and then ``new`` is what will be written. Shared
+    parts come from ``cache``.
     """
     batch, kv, groups, size, head = q.shape
     flat = q.reshape(batch, kv, groups * size, head)
-    visible = jnp.tile(plan.visible, (1, groups))
+    visible, window = jnp.tile(plan.visible, (1, groups)), cache.window(0)
+    total = visible + plan.before[:, None]
+    tail = _sight(visible, plan.before, total, plan.length if new is None else plan.start, window)
+    if new is not None:
+        tail = tail._replace(visible=jnp.minimum(visible, plan.start[:, None]))
     if cache.source is None:
-        part = _attend_layer(flat, layer, _up_to(visible), plan.reach)
+        part = _attend_layer(flat, layer, _masks(tail, layer, window), plan.reach)
     else:
-        part = _attend_beams(flat, layer, cache.source, cache.beams, visible, plan.reach)
+        part = _attend_beams(flat, layer, cache, tail, window, plan.reach)
+    if new is not None:
+        token = plan.start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        part = _merge(part, _attend_block(flat, new, tail._replace(visible=visible).sees(token)))
+    before = jnp.zeros_like(plan.before)
     for segment, reach in zip(cache.shared, plan.shared_reach, strict=True):
-        part = _merge(part, _attend_shared(flat, segment, index, reach))
+        held = jnp.take(segment.held, segment.segment_of_row)
+        sight = _sight(jnp.broadcast_to(segment.visible[:, None], visible.shape), before, total, held, window)
+        part = _merge(part, _attend_shared(flat, segment.layers[0], segment, sight, window, reach))
+        before = before + segment.visible
     out = part.out / part.total[..., None]
     return out.astype(q.dtype).reshape(q.shape)
+
+
+def extend(q: jax.Array, k: jax.Array, v: jax.Array, past: KVCache, plan: Plan) -> tuple[jax.Array, Layer]:
+    """Write ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the only layer of ``past``, and attend to all that is there.
+
+    Causal attention of ``q[B,K,G,S,h]`` (G query heads per KV head), scaled by h^-1/2; returns [B,K,G,S,h], and the
+    layer. A ring is read before more is written than its slack allows.
+    """
+    (layer,), window = past.layers, past.window(0)
+    ring = window if may_wrap(layer, window, past.capacity) else None
+    if ring is not None and k.shape[1] > ring.slack + 1:
+        return _attend(q, layer, past, plan, encoded(k, v, layer[0])), write(layer, k, v, plan, ring)
+    layer = write(layer, k, v, plan, ring)
+    return _attend(q, layer, past, plan), layer

@@ -1,31 +1,36 @@
-"""The layout of the KV cache: blocks of slots, shared segments, the node that holds them, and writing into it."""
+"""The layout of the KV cache: blocks of slots, rings, shared segments, and the node that holds them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdecode import base
+from jaxdecode import base, checks
 
 __all__ = [
     "Block",
+    "Int8Block",
     "KVCache",
     "Layer",
     "Plan",
     "Segment",
+    "Window",
     "advance",
     "create",
+    "encoded",
+    "may_wrap",
+    "numbers",
     "offsets",
     "one_layer",
+    "over_slots",
     "plan",
-    "write",
+    "slots_of",
 ]
 
 BLOCK = 128  # slots of the first block of a tail
@@ -38,7 +43,35 @@ class Block(NamedTuple):
     v: jax.Array
 
 
-Layer = tuple[Block, ...]  # one layer's slots
+class Int8Block(NamedTuple):
+    """The same in int8, with one scale [R,K,T] per token and KV head: nothing depends on other tokens."""
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array
+    v_scale: jax.Array
+
+
+AnyBlock = Block | Int8Block
+Layer = tuple[AnyBlock, ...]  # one layer's slots
+_SLOT_AXES = (3, 2, 2, 2)  # where each field has its slots
+
+
+def over_slots(fn: Callable[..., jax.Array], *blocks: AnyBlock) -> AnyBlock:
+    """A block of ``fn(axis of the slots, field of each block)``."""
+    return type(blocks[0])(*(fn(axis, *fields) for axis, *fields in zip(_SLOT_AXES, *blocks, strict=False)))
+
+
+class Window(NamedTuple):
+    """A layer whose queries see the last ``size`` tokens, their own included, and the first ``sinks`` ones.
+
+    It is stored as a ring of sinks + size + slack slots, if that is less than its capacity: up to ``slack`` tokens may
+    be cut from the end again.
+    """
+
+    size: int
+    slack: int
+    sinks: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -46,13 +79,15 @@ Layer = tuple[Block, ...]  # one layer's slots
 class Segment:
     """A part many rows share: ``layers`` of G segments, ``segment_of_row[B]``, ``visible[B]`` tokens each row sees.
 
-    ``repeats``: row r uses segment r // repeats, so that attention reads a segment once for all its rows; None: rows
-    are in any order, and each gathers its own copy for the time of a product.
+    held[G]: the most tokens that each segment has held, which place a ring's. ``repeats``: row r uses segment
+    r // repeats, so that attention reads a segment once for all its rows; None: rows are in any order, and each gathers
+    its own copy for the time of a product.
     """
 
     layers: tuple[Layer, ...]
     segment_of_row: jax.Array
     visible: jax.Array
+    held: jax.Array
     repeats: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
@@ -62,47 +97,54 @@ class KVCache:
     """The cache of one model: tail ``layers`` [B,...], ``length[B]`` tokens in each tail, ``shared`` segments.
 
     Of rows that are beams, ``beams`` stand side by side in a group, and token t of a row's tail is in slot t of the
-    row of its group that ``source[B,T]`` names (0 .. beams - 1).
+    row of its group that ``source[B,T]`` names (0 .. beams - 1). Layers with a window may be rings: ``windows`` has
+    one entry a layer (empty: none has one), ``max_len`` is the capacity, and ``furthest[B]`` the most tokens that the
+    tail has held.
     """
 
     layers: tuple[Layer, ...]
     length: jax.Array
     shared: tuple[Segment, ...] = ()
     source: jax.Array | None = None
+    furthest: jax.Array | None = None
     beams: int = dataclasses.field(default=1, metadata={"static": True})
+    windows: tuple[Window | None, ...] = dataclasses.field(default=(), metadata={"static": True})
+    max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
-        """Tail slots per row."""
-        return _slots(self.layers[0])
+        """Tokens that a tail may hold."""
+        return slots_of(self.layers[0]) if self.max_len is None else self.max_len
 
     @property
     def total(self) -> jax.Array:
         """Tokens each row has seen, [B]."""
         return self.length + sum(s.visible for s in self.shared)
 
+    def window(self, index: int) -> Window | None:
+        return self.windows[index] if self.windows else None
+
+    def _with_rows(self, fn: Callable[[Any], Any], repeats: Callable[[int | None], int | None]) -> KVCache:
+        """``fn`` over everything with rows; what a segment stores stays where it is."""
+        layers, length, furthest = fn((_gathered(self), self.length, self.furthest))
+        shared = []
+        for s in self.shared:
+            rows, visible = fn((s.segment_of_row, s.visible))
+            shared.append(dataclasses.replace(s, segment_of_row=rows, visible=visible, repeats=repeats(s.repeats)))
+        return KVCache(layers, length, tuple(shared), None, furthest, 1, self.windows, self.max_len)
+
     def take_rows(self, rows: jax.Array) -> KVCache:
-        tail, length = base.take_rows((_gathered(self), self.length), rows)
-        return KVCache(tail, length, tuple(_map_rows(s, lambda x: base.take_rows(x, rows), None) for s in self.shared))
+        return self._with_rows(lambda x: base.take_rows(x, rows), lambda repeats: None)
 
     def repeat_rows(self, n: int) -> KVCache:
-        tail, length = base.repeat_rows((_gathered(self), self.length), n)
-        return KVCache(
-            tail,
-            length,
-            tuple(_map_rows(s, lambda x: base.repeat_rows(x, n), s.repeats and s.repeats * n) for s in self.shared),
-        )
+        return self._with_rows(lambda x: base.repeat_rows(x, n), lambda repeats: repeats and repeats * n)
 
     def put_rows(self, rows: jax.Array, new: KVCache) -> KVCache:
         if self.shared or new.shared or self.source is not None or new.source is not None:
             raise ValueError("put_rows: expected caches without shared segments and beams")
-        tail, length = base.put_rows((self.layers, self.length), rows, (new.layers, new.length))
-        return KVCache(tail, length)
-
-
-def _map_rows(segment: Segment, fn: Any, repeats: int | None) -> Segment:
-    rows, visible = fn((segment.segment_of_row, segment.visible))
-    return Segment(segment.layers, rows, visible, repeats)
+        old, put = ((x.layers, x.length, x.furthest) for x in (self, new))
+        layers, length, furthest = base.put_rows(old, rows, put)
+        return dataclasses.replace(self, layers=layers, length=length, furthest=furthest)
 
 
 def _gathered(cache: KVCache) -> tuple[Layer, ...]:
@@ -110,30 +152,61 @@ def _gathered(cache: KVCache) -> tuple[Layer, ...]:
     if cache.source is None:
         return cache.layers
     rows = jnp.arange(len(cache.length), dtype=jnp.int32)
-    source = (rows // cache.beams * cache.beams)[:, None] + cache.source
-    _, kv, head, _ = cache.layers[0][0].k.shape
-    heads, features = jnp.arange(kv), jnp.arange(head)
+    first = (rows // cache.beams * cache.beams)[:, None]
 
-    def one(block: Block, offset: int) -> Block:
-        slots = block.v.shape[2]
-        row, slot = source[:, offset : offset + slots], jnp.arange(slots)
-        k = block.k[row[:, None, None, :], heads[None, :, None, None], features[None, None, :, None], slot]
-        return Block(k, block.v[row[:, None, :], heads[None, :, None], slot])
+    def one(index: int, layer: Layer) -> Layer:
+        window = cache.window(index)
+        number = jnp.maximum(numbers(cache.length, slots_of(layer), window), 0)
+        source = first + jnp.take_along_axis(cache.source, number, axis=1)
 
-    return tuple(tuple(one(block, offset) for offset, block in offsets(layer)) for layer in cache.layers)
+        def block(offset: int, block: AnyBlock) -> AnyBlock:
+            slots = block.v.shape[2]
+            row, slot = source[:, offset : offset + slots], jnp.arange(slots)
+
+            def field(axis: int, x: jax.Array) -> jax.Array:
+                moved = jnp.moveaxis(x, axis, 1)  # [R,T,...]
+                return jnp.moveaxis(moved[row, slot], 1, axis)
+
+            return over_slots(field, block)
+
+        return tuple(block(offset, b) for offset, b in offsets(layer))
+
+    return tuple(one(i, layer) for i, layer in enumerate(cache.layers))
 
 
 def create(
-    n_layers: int, batch_size: int, n_kv_heads: int, head_dim: int, max_len: int, dtype: DTypeLike = jnp.float32
+    n_layers: int,
+    batch_size: int,
+    n_kv_heads: int,
+    head_dim: int,
+    max_len: int,
+    dtype: DTypeLike = jnp.float32,
+    windows: Sequence[Window | None] = (),
 ) -> KVCache:
-    """An empty cache for ``max_len`` tokens per row: 2 * n_layers * max_len * n_kv_heads * head_dim numbers a row."""
+    """An empty cache for ``max_len`` tokens per row: 2 * n_layers * max_len * n_kv_heads * head_dim numbers a row.
+
+    dtype: of keys and values; int8 adds a scale per token and KV head. windows: one a layer; such a layer has no more
+    slots than its ring.
+    """
+    windows = tuple(windows)
+    checks.require(len(windows) in (0, n_layers), "windows", f"one for each of {n_layers} layers", len(windows))
     rows = (batch_size, n_kv_heads)
 
-    def block(size: int) -> Block:
-        return Block(jnp.zeros((*rows, head_dim, size), dtype), jnp.zeros((*rows, size, head_dim), dtype))
+    def block(size: int) -> AnyBlock:
+        k, v = jnp.zeros((*rows, head_dim, size), dtype), jnp.zeros((*rows, size, head_dim), dtype)
+        if jnp.dtype(dtype) != jnp.int8:
+            return Block(k, v)
+        return Int8Block(k, v, jnp.zeros((*rows, size), jnp.float32), jnp.zeros((*rows, size), jnp.float32))
 
-    layers = tuple(tuple(block(size) for size in _block_sizes(max_len)) for _ in range(n_layers))
-    return KVCache(layers, jnp.zeros((batch_size,), jnp.int32))
+    def layer(window: Window | None) -> Layer:
+        slots = max_len if window is None else min(max_len, sum(window))
+        return tuple(block(size) for size in _block_sizes(slots))
+
+    layers = tuple(layer(window) for window in windows or (None,) * n_layers)
+    length = jnp.zeros((batch_size,), jnp.int32)
+    if all(window is None for window in windows):
+        return KVCache(layers, length)
+    return KVCache(layers, length, furthest=jnp.zeros_like(length), windows=windows, max_len=max_len)
 
 
 def _block_sizes(slots: int) -> list[int]:
@@ -145,22 +218,43 @@ def _block_sizes(slots: int) -> list[int]:
     return sizes
 
 
-def _slots(layer: Layer) -> int:
+def slots_of(layer: Layer) -> int:
     return sum(block.v.shape[2] for block in layer)
 
 
-def offsets(layer: Layer) -> list[tuple[int, Block]]:
+def offsets(layer: Layer) -> list[tuple[int, AnyBlock]]:
     """Every block with the number of its first slot."""
     starts = np.cumsum([0, *(block.v.shape[2] for block in layer)])
     return [(int(start), block) for start, block in zip(starts, layer, strict=False)]
 
 
+def may_wrap(layer: Layer, window: Window | None, max_len: int) -> bool:
+    """Whether a layer is a ring: it has fewer slots than there may be tokens."""
+    return window is not None and slots_of(layer) < max_len
+
+
+def numbers(length: jax.Array, slots: int, window: Window | None) -> jax.Array:
+    """Which token of a row each slot holds, [R,slots]: below 0 if none, or beyond ``length[R]`` where it is old.
+
+    The first ``sinks`` slots keep their tokens; token t after them is in slot t modulo the rest.
+    """
+    slot = jnp.arange(slots, dtype=jnp.int32)[None]
+    if window is None:
+        return jnp.broadcast_to(slot, (len(length), slots))
+    ring = slots - window.sinks
+    if ring <= 0:
+        return jnp.broadcast_to(slot, (len(length), slots))
+    last = length[:, None] - 1 - window.sinks  # the last token's place after the sinks
+    turned = last - jnp.mod(last - (slot - window.sinks), ring)
+    return jnp.where(slot < window.sinks, slot, jnp.where(turned >= 0, turned + window.sinks, -1))
+
+
 class Plan(NamedTuple):
     """Where one call's S tokens go: computed once, used by every layer.
 
-    position[B,S] of each token in its row, start[B] the first slot and written[B] how many tokens go there,
-    visible[B,S] tail slots each token sees, length[B] afterwards; reach, and one of shared_reach for every shared
-    level: slots that some row has filled.
+    position[B,S] of each token in its row, start[B] tokens in its tail before and written[B] new ones, visible[B,S]
+    tail tokens each token sees, length[B] afterwards; before[B] tokens in shared parts; reach, and one of shared_reach
+    for every shared level: tokens that some row holds.
     """
 
     position: jax.Array
@@ -168,6 +262,7 @@ class Plan(NamedTuple):
     written: jax.Array
     visible: jax.Array
     length: jax.Array
+    before: jax.Array
     reach: jax.Array
     shared_reach: tuple[jax.Array, ...]
 
@@ -185,66 +280,36 @@ def plan(cache: KVCache, size: int, lengths: jax.Array | None = None) -> Plan:
         written=after - cache.length,
         visible=jnp.minimum(place + 1, after[:, None]),
         length=after,
+        before=cache.total - cache.length,
         reach=jnp.max(after, initial=0),
         shared_reach=tuple(jnp.max(s.visible, initial=0) for s in cache.shared),
     )
 
 
-def write(layer: Layer, k: jax.Array, v: jax.Array, plan: Plan) -> Layer:
-    """Put ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the planned slots, in place where the buffer may be reused."""
-    if k.shape[1] == 1:
-        return tuple(_scatter(block, offset, k[:, 0], v[:, 0], plan) for offset, block in offsets(layer))
-    new = Block(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+def encoded(k: jax.Array, v: jax.Array, like: AnyBlock) -> AnyBlock:
+    """``k[B,S,K,h]`` and ``v[B,S,K,h]`` as a block of S slots of the kind of ``like``."""
+    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    if isinstance(like, Block):
+        return Block(k.astype(like.k.dtype), v.astype(like.v.dtype))
 
-    def row(b: jax.Array, layer: Layer) -> Layer:
-        one = Block(*(lax.dynamic_slice_in_dim(x, b, 1) for x in new))
-        first, count = plan.start[b], plan.written[b]
-        return tuple(_put(block, b, one, first - offset, count) for offset, block in offsets(layer))
+    def rounded(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+        wide = x.astype(jnp.float32)
+        scale = jnp.max(jnp.abs(wide), axis=axis) * np.float32(1 / 127)
+        steps = wide / jnp.expand_dims(jnp.where(scale > 0, scale, 1), axis)
+        return jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scale
 
-    return lax.fori_loop(0, len(k), row, layer)
-
-
-def _scatter(block: Block, offset: int, k: jax.Array, v: jax.Array, plan: Plan) -> Block:
-    """One token ``k[B,K,h]``, ``v[B,K,h]`` of every row, if its slot is in this block."""
-    slots, rows = block.v.shape[2], jnp.arange(len(k), dtype=jnp.int32)
-    slot = plan.start - offset
-    slot = jnp.where((slot >= 0) & (plan.written > 0), slot, slots)  # outside: dropped
-    return Block(
-        block.k.at[rows, :, :, slot].set(k.astype(block.k.dtype), mode="drop", unique_indices=True),
-        block.v.at[rows, :, slot].set(v.astype(block.v.dtype), mode="drop", unique_indices=True),
-    )
-
-
-def _put(block: Block, b: jax.Array, new: Block, first: jax.Array, count: jax.Array) -> Block:
-    """Row b of a block with the first ``count`` tokens of ``new`` (one row) from slot ``first``, where inside.
-
-    One contiguous window: a scatter would move one token at a time. It starts early where S slots would pass the
-    block's end, and slots that get no token keep what they hold.
-    """
-    slots, size = block.v.shape[2], new.v.shape[2]
-    width = min(size, slots)
-    start = jnp.clip(first, 0, slots - width)
-    source = start + jnp.arange(width, dtype=jnp.int32) - first
-    fresh = (source >= 0) & (source < count)
-
-    def put(buffer: jax.Array, tokens: jax.Array, axis: int) -> jax.Array:
-        at = [jnp.asarray(b, jnp.int32), *(start if i == axis else np.int32(0) for i in (1, 2, 3))]
-        shape = [1, *(width if i == axis else buffer.shape[i] for i in (1, 2, 3))]
-        if size > 1:
-            tokens = jnp.take(tokens, jnp.clip(source, 0, size - 1), axis=axis)
-        mask = fresh.reshape([width if i == axis else 1 for i in range(4)])
-        old = lax.dynamic_slice(buffer, at, shape)
-        return lax.dynamic_update_slice(buffer, jnp.where(mask, tokens.astype(buffer.dtype), old), at)
-
-    return Block(put(block.k, new.k, 3), put(block.v, new.v, 2))
+    (k, k_scale), (v, v_scale) = rounded(k, 2), rounded(v, 3)
+    return Int8Block(k, v, k_scale, v_scale)
 
 
 def advance(cache: KVCache, layers: Sequence[Layer], plan: Plan) -> KVCache:
     """The cache after a call: new tails, new lengths."""
-    return dataclasses.replace(cache, layers=tuple(layers), length=plan.length)
+    furthest = None if cache.furthest is None else jnp.maximum(cache.furthest, plan.length)
+    return dataclasses.replace(cache, layers=tuple(layers), length=plan.length, furthest=furthest)
 
 
 def one_layer(cache: KVCache, index: int) -> KVCache:
     """Layer ``index`` of a cache alone, shared parts included."""
-    shared = (dataclasses.replace(s, layers=s.layers[index : index + 1]) for s in cache.shared)
-    return dataclasses.replace(cache, layers=cache.layers[index : index + 1], shared=tuple(shared))
+    pick = slice(index, index + 1)
+    shared = tuple(dataclasses.replace(s, layers=s.layers[pick]) for s in cache.shared)
+    return dataclasses.replace(cache, layers=cache.layers[pick], windows=cache.windows[pick], shared=shared)

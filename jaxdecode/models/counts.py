@@ -16,9 +16,16 @@ __all__ = ["StepCounts", "cache_bytes", "layer_multiplications", "param_bytes", 
 
 
 def cache_bytes(config: TransformerConfig, tokens: int, dtype: DTypeLike) -> int:
-    """Bytes of one row's cache for ``tokens`` tokens: 2 L n K h numbers (S7.6)."""
-    numbers = 2 * config.n_layers * tokens * config.n_kv_heads * config.head_dim
-    return numbers * np.dtype(dtype).itemsize
+    """Bytes of one row's cache that attention reads for ``tokens`` tokens: 2 L n K h numbers (S7.6).
+
+    A layer with a window reads that many and its sinks; int8 has a float32 scale for every key and value.
+    """
+    tokens_read = sum(
+        tokens if window is None else min(tokens, window.size + window.sinks) for window in config.windows(0)
+    )
+    kind = np.dtype(dtype)
+    head = config.head_dim * kind.itemsize + (4 if kind == np.int8 else 0)
+    return 2 * tokens_read * config.n_kv_heads * head
 
 
 def layer_multiplications(config: TransformerConfig, t: int) -> int:

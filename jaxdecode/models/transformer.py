@@ -21,7 +21,19 @@ from jax.typing import DTypeLike
 from jaxdecode import checks, kvcache, linear
 from jaxdecode.base import Model, Params
 
-__all__ = ["RopeScaling", "TransformerConfig", "frequencies", "init_params", "param_shapes", "transformer"]
+__all__ = [
+    "CACHE_DTYPES",
+    "RopeScaling",
+    "TransformerConfig",
+    "frequencies",
+    "init_params",
+    "param_shapes",
+    "transformer",
+]
+
+
+CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
+WINDOW_SLACK = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +48,11 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Static shape of a llama-family model; ``rope_freqs`` (h/2 divisors) as some GGUF files give them."""
+    """Static shape of a llama-family model; ``rope_freqs`` (h/2 divisors) as some GGUF files give them.
+
+    sliding_window: tokens that a query sees, its own included: one number for all layers, or one a layer; None: all.
+    attention_sinks: of layers with a window, the first tokens that every query sees too.
+    """
 
     vocab_size: int
     d_model: int
@@ -51,6 +67,8 @@ class TransformerConfig:
     rope_scaling: RopeScaling | None = None
     rope_freqs: tuple[float, ...] | None = None
     tied: bool = True
+    sliding_window: int | tuple[int | None, ...] | None = None
+    attention_sinks: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -68,6 +86,19 @@ class TransformerConfig:
         checks.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)", self.head_dim)
         freqs = self.rope_freqs
         checks.require(freqs is None or len(freqs) == self.head_dim // 2, "rope_freqs", "head_dim / 2 numbers", freqs)
+        sizes = self._window_sizes()
+        ok = len(sizes) == self.n_layers and all(size is None or size >= 1 for size in sizes)
+        checks.require(ok, "sliding_window", "a positive whole number, or one or None a layer", self.sliding_window)
+        checks.require(self.attention_sinks >= 0, "attention_sinks", "a whole number >= 0", self.attention_sinks)
+
+    def _window_sizes(self) -> tuple[int | None, ...]:
+        window = self.sliding_window
+        return window if isinstance(window, tuple) else (window,) * self.n_layers
+
+    def windows(self, slack: int) -> tuple[kvcache.Window | None, ...]:
+        """What the cache is told of each layer."""
+        sinks = self.attention_sinks
+        return tuple(None if size is None else kvcache.Window(size, slack, sinks) for size in self._window_sizes())
 
 
 def param_shapes(config: TransformerConfig) -> dict[str, Any]:
@@ -148,8 +179,7 @@ def _attention(
     qk = _rotate(qkv[: heads + kv], *angles)
     q = qk[:heads].reshape(kv, heads // kv, h, batch, size).transpose(3, 0, 1, 4, 2)
     new = jnp.stack([qk[heads:], qkv[heads + kv :]]).reshape(2, kv, h, batch, size).transpose(0, 3, 4, 1, 2)
-    layer = kvcache.write(past.layers[0], new[0], new[1], plan)
-    out = kvcache.attend(q, layer, past, 0, plan)
+    out, layer = kvcache.extend(q, new[0], new[1], past, plan)
     out = out.transpose(1, 2, 4, 0, 3).reshape(heads * h, batch * size)
     return linear.matmul(params["out"], out), layer
 
@@ -196,15 +226,31 @@ def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array
     return logits.T.reshape(batch, count, config.vocab_size)
 
 
+def transformer(
+    config: TransformerConfig, *, cache_dtype: DTypeLike | None = None, window_slack: int = WINDOW_SLACK
+) -> Model:
+    """The model of ``config``; equal arguments give the same object.
+
+    cache_dtype: of the KV cache: that of the params, or any float, or int8, with a scale for each token and KV head.
+    window_slack: most tokens that may be cut off a sliding window's end again, as speculation does: it costs as many
+    slots a layer. ValueError: another type.
+    """
+    kind = None if cache_dtype is None else checks.dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
+    ok = isinstance(window_slack, int) and window_slack >= 0
+    checks.require(ok, "window_slack", "a whole number >= 0", window_slack)
+    return _transformer(config, kind, window_slack)
+
+
 @functools.lru_cache(maxsize=256)
-def transformer(config: TransformerConfig) -> Model:
-    """The model of ``config``; equal configs give the same object."""
+def _transformer(config: TransformerConfig, cache_dtype: str | None, window_slack: int) -> Model:
+    windows = config.windows(window_slack)
 
     def init_cache(params: Params, batch_size: int, max_len: int) -> kvcache.KVCache:
         expected = f"at most the context of {config.context_length} tokens"
         checks.require(max_len <= config.context_length, "max_len", expected, max_len)
         dtype = params["embed"].dtype
-        return kvcache.create(config.n_layers, batch_size, config.n_kv_heads, config.head_dim, max_len, dtype)
+        shape = (config.n_layers, batch_size, config.n_kv_heads, config.head_dim, max_len)
+        return kvcache.create(*shape, dtype if cache_dtype is None else jnp.dtype(cache_dtype), windows)
 
     def apply(
         params: Params,
