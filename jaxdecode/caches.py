@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -70,7 +71,7 @@ def refill(model: Model, params: Params, cache: Cache, held: Prompts, prompts: P
         kept = np.where(kvcache.reaches_back(cache, kept), kept, 0)
         cache = kvcache.truncate(cache, kept)
     elif np.any(kept < whole):
-        again = np.flatnonzero(kept < whole)
+        again: Any = np.flatnonzero(kept < whole)
         rooms = _capacities(cache) or [int(np.max(prompt.length))]
         cache = base.put_rows(cache, again, model.init_cache(params, len(again), min(rooms)))
         kept = np.where(kept < whole, 0, kept)
@@ -127,12 +128,12 @@ def save_cache(path: str | os.PathLike[str], model: Model, params: Params, cache
     _check_held(cache, prompts)
     size = max([1, *(len(row) for row in prompts)])
     if kvcache.only_nodes(cache):
-        size = max([size, *(_most(node) for node in kvcache_nodes(cache))])
+        size = max([size, *(_most(node) for node in _kv_nodes(cache))])
         cache = kvcache.resize(cache, size)
     else:
         size = min([*_capacities(cache)], default=size)
     leaves = {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(cache)}
-    entries = [Entry(name, x.dtype, x.shape, lambda x=x: [x], "save_cache") for name, x in leaves.items()]
+    entries = [Entry(name, x.dtype, x.shape, functools.partial(_alone, x), "save_cache") for name, x in leaves.items()]
     about = {"rows": len(prompts), "max_len": size, "prompts": [list(map(int, row)) for row in prompts]}
     told = {"format": _FORMAT, "version": _VERSION, "jaxdecode": __version__, "params": params_digest(params)}
     target = Path(path).expanduser()
@@ -145,7 +146,11 @@ def save_cache(path: str | os.PathLike[str], model: Model, params: Params, cache
     return target
 
 
-def kvcache_nodes(cache: Cache) -> list[kvcache.KVCache]:
+def _alone(x: np.ndarray) -> list[np.ndarray]:
+    return [x]
+
+
+def _kv_nodes(cache: Cache) -> list[kvcache.KVCache]:
     nodes = jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, kvcache.KVCache))
     return [node for node in nodes if isinstance(node, kvcache.KVCache)]
 

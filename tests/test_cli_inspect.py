@@ -62,12 +62,13 @@ def test_no_weight_is_read_and_nothing_kept(model: str, monkeypatch: pytest.Monk
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_S7_6_cache_bytes_are_those_of_a_cache(model: str, dtype: str) -> None:
-    loaded = jd.load(model, dtype=dtype)
+@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"cache_dtype": "int8"}])
+def test_S7_6_cache_bytes_are_those_of_a_cache(model: str, options: Any) -> None:
+    loaded = jd.load(model, **options)
     cache = loaded.model.init_cache(loaded.params, 1, 128)
-    held = sum(block.k.nbytes + block.v.nbytes for layer in cache.layers for block in layer)
-    assert inspect(model, "--dtype", dtype)["cache_bytes_per_token"] == held // 128
+    held = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert inspect(model, *words)["cache_bytes_per_token"] == held // 128
 
 
 def test_S7_5_multiplications_of_a_token(model: str) -> None:

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "constraints": BOTTOM | {"transforms"},
     **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "constraints", "processing"}),
     **dict.fromkeys(
-        ["loop", "generation", "scoring", "session", "engine", "checkpoint", "text", "benchmark"], EVERYTHING - {"cli"}
+        ["loop", "generation", "caches", "scoring", "session", "engine", "checkpoint", "text", "benchmark"],
+        EVERYTHING - {"cli"},
     ),
     "cli": EVERYTHING,
 }

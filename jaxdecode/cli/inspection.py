@@ -101,8 +101,9 @@ def _cache_bytes(config: TransformerConfig, tokens: int, dtype: str) -> int:
     import jax.numpy as jnp
 
     from jaxdecode.models.counts import cache_bytes
+    from jaxdecode.models.transformer import WINDOW_SLACK
 
-    return cache_bytes(config, tokens, jnp.dtype(dtype))
+    return cache_bytes(config, tokens, jnp.dtype(dtype), WINDOW_SLACK)
 
 
 def _multiplications(config: TransformerConfig) -> list[dict[str, int]]:

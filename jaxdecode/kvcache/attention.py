@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,8 @@ class _Sight(NamedTuple):
         return seen & (token >= 0) & ((token >= self.oldest[:, :, None]) | (token < self.sinks[:, :, None]))
 
     def rows(self, fn: Callable[[jax.Array], jax.Array]) -> _Sight:
-        return _Sight(*(None if x is None else fn(x) for x in self))
+        parts: Any = (None if x is None else fn(x) for x in self)
+        return _Sight(*parts)
 
 
 def _sight(visible: jax.Array, before: jax.Array, total: jax.Array, held: jax.Array, window: Window | None) -> _Sight:

@@ -149,7 +149,8 @@ class KVCache:
 
 def _gathered(cache: KVCache) -> tuple[Layer, ...]:
     """Tails that hold each row's own tokens: a copy for rows that are beams."""
-    if cache.source is None:
+    every = cache.source
+    if every is None:
         return cache.layers
     rows = jnp.arange(len(cache.length), dtype=jnp.int32)
     first = (rows // cache.beams * cache.beams)[:, None]
@@ -157,7 +158,7 @@ def _gathered(cache: KVCache) -> tuple[Layer, ...]:
     def one(index: int, layer: Layer) -> Layer:
         window = cache.window(index)
         number = jnp.maximum(numbers(cache.length, slots_of(layer), window), 0)
-        source = first + jnp.take_along_axis(cache.source, number, axis=1)
+        source = first + jnp.take_along_axis(every, number, axis=1)
 
         def block(offset: int, block: AnyBlock) -> AnyBlock:
             slots = block.v.shape[2]

@@ -159,7 +159,7 @@ def _first_slots(layer: Layer, size: int | None) -> Layer:
     return tuple(cut(block, left) for block, left in kept)
 
 
-def truncate(cache: Any, length: jax.Array) -> Any:
+def truncate(cache: Any, length: Any) -> Any:
     """Every KV node cut to the first ``length[B]`` tokens of each row (longer than it holds: unchanged); S7.4.
 
     Nothing is erased: later writes reuse the slots. ValueError where the pytree holds anything but KV nodes, and where
@@ -183,7 +183,7 @@ def truncate(cache: Any, length: jax.Array) -> Any:
     return jax.tree.map(one, cache, is_leaf=_is_cache)
 
 
-def _cut_lengths(node: KVCache, length: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+def _cut_lengths(node: KVCache, length: Any) -> tuple[list[jax.Array], jax.Array]:
     """Tokens that stay of every shared level and of the tail, [B] each."""
     left, shared = length, []
     for segment in node.shared:
@@ -192,7 +192,7 @@ def _cut_lengths(node: KVCache, length: jax.Array) -> tuple[list[jax.Array], jax
     return shared, jnp.minimum(node.length, left)
 
 
-def reaches_back(cache: Any, length: jax.Array) -> jax.Array:
+def reaches_back(cache: Any, length: Any) -> jax.Array:
     """Whether each row's KV nodes still hold all that queries after a cut to ``length[B]`` tokens would see: bool [B].
 
     False for rows that are further back in a ring than its slack. ValueError as ``truncate``.

@@ -15,21 +15,23 @@ from jaxdecode.quant import QTensor
 __all__ = ["StepCounts", "cache_bytes", "layer_multiplications", "param_bytes", "param_count", "step_counts"]
 
 
-def cache_bytes(config: TransformerConfig, tokens: int, dtype: DTypeLike) -> int:
+def cache_bytes(config: TransformerConfig, tokens: int, dtype: DTypeLike, slack: int = 0) -> int:
     """Bytes of one row's cache that attention reads for ``tokens`` tokens: 2 L n K h numbers (S7.6).
 
-    A layer with a window reads that many and its sinks; int8 has a float32 scale for every key and value.
+    A layer with a window reads that many and its sinks, and stores ``slack`` more; int8 has a float32 scale for every
+    key and value.
     """
-    tokens_read = sum(
-        tokens if window is None else min(tokens, window.size + window.sinks) for window in config.windows(0)
-    )
+    tokens_read = sum(tokens if window is None else min(tokens, sum(window)) for window in config.windows(slack))
     kind = np.dtype(dtype)
     head = config.head_dim * kind.itemsize + (4 if kind == np.int8 else 0)
     return 2 * tokens_read * config.n_kv_heads * head
 
 
 def layer_multiplications(config: TransformerConfig, t: int) -> int:
-    """Multiplications of one layer at position t (1-based), with a cache: 2tHh + 2dHh + 2dKh + 3df (S7.5)."""
+    """Multiplications of one layer at position t (1-based), with a cache: 2tHh + 2dHh + 2dKh + 3df (S7.5).
+
+    Of a layer without a window; one with a window attends to no more than that.
+    """
     d, heads = config.d_model, config.n_heads * config.head_dim
     return 2 * t * heads + 2 * d * heads + 2 * d * config.n_kv_heads * config.head_dim + 3 * d * config.d_mlp
 

@@ -25,6 +25,7 @@ __all__ = [
     "CACHE_DTYPES",
     "RopeScaling",
     "TransformerConfig",
+    "WINDOW_SLACK",
     "frequencies",
     "init_params",
     "param_shapes",
