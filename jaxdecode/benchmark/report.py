@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
+CLOSING_BIAS = -100.0
 LEAST_READ, MOST_READ = 1 << 27, 1 << 30  # bytes read to measure the bandwidth: those of the weights, between these
 
 Progress = Callable[[str, float], None]
@@ -83,7 +84,14 @@ def _settings(loaded: Loaded, case: Case) -> dict[str, Any]:
     if mode.schema is None:
         return dict(mode.settings)
     made = loaded.settings(json_schema=mode.schema, max_new_tokens=case.new)
-    return {**mode.settings, "json_schema": made.json_schema, "eos": made.eos}
+    return {**mode.settings, "json_schema": made.json_schema, "eos": made.eos, "logit_bias": _unclosed(loaded)}
+
+
+def _unclosed(loaded: Loaded) -> dict[int, float]:
+    """A bias against the tokens that close an array, so that a row goes on until its limit makes it close."""
+    tokens = range(min(loaded.tokenizer.vocab_size, loaded.config.vocab_size))
+    closing = (i for i in tokens if b"]" in loaded.tokenizer.id_to_bytes(i, skip_special_tokens=False))
+    return dict.fromkeys(closing, CLOSING_BIAS)
 
 
 def _with_its_prompt(loaded: Loaded, case: Case) -> Case:

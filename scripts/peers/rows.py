@@ -89,6 +89,30 @@ def _prefill() -> list[Row]:
     return rows
 
 
+def _strategies() -> list[Row]:
+    """Beam search with 4 beams of one prompt, drafts from the text itself, and a JSON schema."""
+    rows = [
+        Row(
+            f"beam{name}-ctranslate2",
+            f"one search with 4 beams, {kind} / CTranslate2 {kind}",
+            _speed("ours", f"beam{name}-1"),
+            _speed(f"ctranslate2{name}", "beam-1"),
+            bar,
+        )
+        for name, kind, bar in (("", "float32", 1.3), ("-int8", "int8", 2.0))
+    ]
+    steps = (
+        ("beam-greedy", "beam-4 step / greedy step of 4 rows", "beam-1", 1.15, True),
+        ("json-greedy", "step under a JSON schema / greedy step", "json-1", 1.1, True),
+        ("lookup-copy", "prompt lookup on a text to copy / plain", "lookup_copy-1", 1.5, False),
+        ("lookup-fresh", "prompt lookup with nothing to copy / plain", "lookup_fresh-1", 0.97, False),
+    )
+    for name, text, work, bar, at_most in steps:
+        figure = f"ours/{work}/{'over_greedy' if at_most else 'times_greedy'}"
+        rows.append(Row(name, text, [figure], [], bar, at_most=at_most))
+    return rows
+
+
 def _alone(participant: str) -> list[Row]:
     """Rows about jaxdecode alone."""
     new = "" if participant == "ours" else "-newest"
@@ -186,7 +210,7 @@ def _newest() -> list[Row]:
     return [*rows, int8]
 
 
-ROWS: list[Row] = [*_decode(), *_prefill(), *_alone("ours"), *_newest(), *_alone("newest")]
+ROWS: list[Row] = [*_decode(), *_prefill(), *_strategies(), *_alone("ours"), *_newest(), *_alone("newest")]
 
 
 def chosen(patterns: Sequence[str]) -> list[Row]:
@@ -213,6 +237,7 @@ def _kind(work: str) -> str:
     """The works that are compared with each other: greedy-8 and int8-8 are both decoding with 8 rows."""
     head, _, batch = work.rpartition("-")
     kinds = {"greedy": "decode", "int8": "decode", "prefill": "prefill", "prefill-int8": "prefill"}
+    kinds |= {"beam": "beam", "beam-int8": "beam"}
     return f"{kinds.get(head, work)}-{batch}" if head in kinds else work
 
 

@@ -102,6 +102,8 @@ class Setup(NamedTuple):
                 return self._decode(participant, kind, int(batch))
             if kind in ("prefill", "prefill-int8"):
                 return self._prefill(participant, "int8" if kind.endswith("int8") else "greedy", int(batch))
+            if kind in ("beam", "beam-int8", "json", "lookup_copy", "lookup_fresh"):
+                return self._strategy(participant, kind, int(batch))
             if kind == "top-p":
                 return self._top_p(participant, int(batch))
             return self._cache(participant) if work == "cache" else self._context(participant, int(batch))
@@ -118,6 +120,14 @@ class Setup(NamedTuple):
         (row,) = self.bench(who, *sizes, "--new-tokens", "2", "--runs", f"{runs_in(8 * batch)}")["rows"]
         first = row["first_token_seconds"]
         return {"tokens_per_second": batch * self.prefill / first, "first_token_seconds": first}
+
+    def _strategy(self, who: str, kind: str, batch: int) -> dict[str, float]:
+        mode, _, scheme = kind.partition("-")
+        sizes = ["--modes", mode, "--batch-sizes", f"{batch}", "--prompt-lengths", f"{PROMPT}"]
+        weights = ["--quantize", scheme] if scheme else []
+        (row,) = self.bench(who, *sizes, "--new-tokens", f"{self.new}", "--runs", "3", *weights)["rows"]
+        speed, step = row["times_greedy"], row["step_seconds"]
+        return {"tokens_per_second": batch / step, "times_greedy": speed, "over_greedy": 1 / speed}
 
     def _top_p(self, who: str, batch: int) -> dict[str, float]:
         sizes = ["--batch-sizes", f"{batch}", "--prompt-lengths", f"{PROMPT}", "--new-tokens", f"{self.new}"]
@@ -176,6 +186,7 @@ class Setup(NamedTuple):
             "prompt": self.prefill if filled else PROMPT,
             "new": 1 if filled else self.new,
             "runs": runs_in(8 * rows if filled else rows),
+            "beams": 4 if kind == "beam" else 1,
             "threads": self.threads,
             **self.about(),
             "ct2": str(self.ct2(scheme)),

@@ -87,7 +87,8 @@ def ctranslate2(spec: dict[str, Any]) -> tuple[float, float]:
     generator = Generator(spec["ct2"], device="cpu", intra_threads=spec["threads"], inter_threads=1)
 
     def make(n: int) -> None:
-        found = generator.generate_batch(prompts, min_length=n, max_length=n, include_prompt_in_result=False)
+        options = {"min_length": n, "max_length": n, "include_prompt_in_result": False}
+        found = generator.generate_batch(prompts, beam_size=spec["beams"], **options)
         assert {len(row.sequences_ids[0]) for row in found} == {n}
 
     return from_totals(make, spec)
