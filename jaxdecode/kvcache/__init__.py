@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from jaxdecode.kvcache.attention import attend
 from jaxdecode.kvcache.layout import Block, KVCache, Layer, Plan, Segment, advance, create, one_layer, plan, write
-from jaxdecode.kvcache.parts import branch, only_nodes, reorder, share, truncate
+from jaxdecode.kvcache.parts import branch, only_nodes, reorder, share, shorten, truncate
 
 __all__ = [
     "Block",
@@ -31,6 +31,7 @@ __all__ = [
     "plan",
     "reorder",
     "share",
+    "shorten",
     "truncate",
     "write",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from jaxdecode import base, checks
 from jaxdecode.kvcache.layout import Block, KVCache, Layer, Segment, create, offsets
 
-__all__ = ["branch", "only_nodes", "reorder", "share", "truncate"]
+__all__ = ["branch", "only_nodes", "reorder", "share", "shorten", "truncate"]
 
 
 def _is_cache(x: Any) -> bool:
@@ -100,13 +100,23 @@ def truncate(cache: Any, length: jax.Array) -> Any:
     Nothing is erased: later writes reuse the slots. ValueError where the pytree holds anything but KV nodes.
     """
     _only_caches(cache, "truncate")
+    return jax.tree.map(lambda node: _cut(node, length), cache, is_leaf=_is_cache)
 
-    def one(node: KVCache) -> KVCache:
-        left, shared = length, []
-        for segment in node.shared:
-            visible = jnp.minimum(segment.visible, left)
-            shared.append(dataclasses.replace(segment, visible=visible))
-            left = left - visible
-        return dataclasses.replace(node, length=jnp.minimum(node.length, left), shared=tuple(shared))
 
-    return jax.tree.map(one, cache, is_leaf=_is_cache)
+def shorten(cache: Any, count: jax.Array) -> Any:
+    """Every KV node without the last ``count[B]`` tokens of each row, however many each node holds.
+
+    For nodes of unequal lengths, as those of two models with a prompt each; otherwise as ``truncate``.
+    """
+    _only_caches(cache, "shorten")
+    return jax.tree.map(lambda node: _cut(node, node.total - count), cache, is_leaf=_is_cache)
+
+
+def _cut(node: KVCache, length: jax.Array) -> KVCache:
+    """The first ``length[B]`` tokens: of the shared parts what is left of it, then of the tail."""
+    left, shared = length, []
+    for segment in node.shared:
+        visible = jnp.minimum(segment.visible, left)
+        shared.append(dataclasses.replace(segment, visible=visible))
+        left = left - visible
+    return dataclasses.replace(node, length=jnp.minimum(node.length, left), shared=tuple(shared))
