@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from typing import Any
@@ -18,7 +17,7 @@ from scipy.stats import chi2
 import jaxdecode as jd
 from jaxdecode import Finish, Settings, generate, generation, transforms
 from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
-from jaxdecode.testing import count_compilations, markov_model
+from jaxdecode.testing import markov_model
 
 MODEL = markov_model()
 V = 6
@@ -140,38 +139,14 @@ def test_length_penalty_per_row_and_traced() -> None:
     assert not np.any(wrong.certified)
 
 
-def test_rows_that_cannot_go_on() -> None:
+def test_a_fault_on_the_way_ends_a_row() -> None:
+    """Every best way leads to it."""
     table = TABLE.copy()
-    table[3, 2], table[4] = np.nan, -np.inf
-    prompts = [[0], [3], [4], [0]]
-    out = search(prompts, table, banned_ids=[3])
-    assert out.finish[1:3, 0].tolist() == [Finish.NAN, Finish.NO_TOKEN]
-    assert out.count[1:3].tolist() == [1, 1]
-    assert not np.any(out.certified[1:3])
-    np.testing.assert_array_equal(out.tokens[0], out.tokens[3])
-    assert out.finish[0, 0] in (Finish.EOS, Finish.LENGTH)
-    table[0, 3] = 50  # every best way leads to the fault
-    late = search([[0], [1]], table)
-    assert late.finish[0, 0] == Finish.NAN
-    assert late.tokens[0, 0, 0] == 3
-    assert not late.certified[0]
-
-
-def test_padding_allocation_and_jit_change_nothing() -> None:
-    plain = search(no_repeat_ngram=2)
-    tokens, lengths = np.full((3, 5), 5), np.array([3, 1, 2])
-    for row, prompt in zip(tokens, PROMPTS, strict=True):
-        row[5 - len(prompt) :] = prompt
-    settings = Settings(max_new_tokens=4, beams=3, eos=[5], no_repeat_ngram=2)
-    left = generate(MODEL, TABLE, tokens, lengths=lengths, padding="left", cache_len=40, settings=settings)
-    jax.tree.map(np.testing.assert_array_equal, left, plain)
-    decoder, state = generation.start(MODEL, TABLE, PROMPTS, settings=settings)
-    for _ in range(4):
-        state, _ = decoder.step(TABLE, state)  # op by op
-    out = decoder.finish(state)
-    np.testing.assert_array_equal(out.tokens, plain.tokens)
-    np.testing.assert_allclose(out.score, plain.score, rtol=1e-6)
-    np.testing.assert_array_equal(out.certified, plain.certified)
+    table[3, 2], table[0, 3] = np.nan, 50
+    out = search([[0], [1]], table)
+    assert out.finish[0, 0] == Finish.NAN
+    assert out.tokens[0, 0, 0] == 3
+    assert not out.certified[0]
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -201,15 +176,6 @@ def test_what_does_not_fit_is_refused() -> None:
         next(jd.stream(decoder, TABLE, state))
     off = search(top_k=0, top_p=1.0, min_p=0.0)
     np.testing.assert_array_equal(off.tokens, search().tokens)
-
-
-def test_numbers_change_without_compiling() -> None:
-    options: dict[str, Any] = {"temperature": 1.0, "length_penalty": 0.0, "max_new_tokens": 4, "min_new_tokens": 0}
-    search(**options)
-    with count_compilations() as count:
-        for alpha, tau, least in ((0.5, 2.0, 1), (1.0, 0.5, 2), (2.0, 0.0, 0)):
-            search(**{**options, "temperature": tau, "length_penalty": alpha, "min_new_tokens": least})
-    assert int(count) == 0
 
 
 CONFIG = TransformerConfig(40, 32, 2, 4, 2, 16, 48, 512)
@@ -259,14 +225,3 @@ def test_all_sequences_are_drawn_if_there_are_no_more() -> None:
     for row, scores in zip(out.to_lists(), np.asarray(out.score), strict=True):
         assert len({tuple(ids) for ids in row}) == 8
         np.testing.assert_allclose(np.exp(scores[:8]).sum(), 1, rtol=1e-5)
-
-
-def test_a_sample_without_replacement_is_the_same_alone() -> None:
-    settings = Settings(max_new_tokens=4, num_samples=3, without_replacement=True, eos=[5], top_p=0.9)
-    keys = jax.random.split(jax.random.key(3), 3)
-    out = generate(MODEL, TABLE, PROMPTS, settings=settings, key=keys)
-    for b in range(3):
-        alone = generate(MODEL, TABLE, PROMPTS[b : b + 1], settings=settings, key=keys[b : b + 1])
-        np.testing.assert_array_equal(out.tokens[b], alone.tokens[0])
-        np.testing.assert_array_equal(out.gumbel[b], alone.gumbel[0])
-    assert {f.name for f in dataclasses.fields(out) if getattr(out, f.name) is not None} >= {"score", "count", "gumbel"}

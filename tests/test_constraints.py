@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grammars import GRAMMARS, check
+from test_sequence_law import p_value
 
 import jaxdecode as jd
 from jaxdecode import constraints, transforms
@@ -124,15 +125,18 @@ def test_S9_3_steps_condition_and_the_weight_restores_the_law(pattern: str) -> N
 
 
 def test_S9_3_the_example() -> None:
-    """S2.3 with "the second token is a": step by step (.6, .4), the conditional law (.478, .522)."""
+    """S2.3 with "the second token is a": step by step (.6, .4), the conditional law (.478, .522); by chi-square."""
     z = np.log(np.array([[0.55, 0.45, 1e-9], [0.9, 0.1, 1e-9], [0.6, 0.4, 1e-9]], np.float32))
-    settings = jd.Settings(max_new_tokens=3, eos=[2], choices=[[0, 0], [1, 0]], num_samples=4000)
-    out = jd.generate(MODEL, z, [[2], [2]], key=jax.random.key(0), settings=settings)
-    shares = [
-        np.mean(np.asarray(x.tokens[:, :, 0] == 0), axis=1) for x in (out, constraints.resample(jax.random.key(1), out))
-    ]
-    np.testing.assert_allclose(shares[0], 0.6, atol=0.03)
-    np.testing.assert_allclose(shares[1], 0.478, atol=0.03)
+    settings = jd.Settings(max_new_tokens=3, eos=[2], choices=[[0, 0], [1, 0]], num_samples=48)
+    out = jd.generate(MODEL, z, np.full((3000, 1), 2), key=jax.random.key(0), settings=settings)
+    again = constraints.resample(jax.random.key(1), out)  # within a row draws depend on each other: one of each counts
+    drawn, redrawn = ([tuple(row[0]) for row in x.to_lists()] for x in (out, again))
+    a, b = 0.6 * 0.55, 0.4 * 0.9
+    stepwise, conditional = ({(0, 0, 2): p, (1, 0, 2): 1 - p} for p in (0.6, a / (a + b)))
+    assert p_value(drawn, stepwise) > 1e-3
+    assert p_value(redrawn, conditional) > 1e-3
+    assert p_value(redrawn, stepwise) < 1e-9
+    assert p_value(drawn, conditional) < 1e-9
 
 
 def test_S5_3_each_step_is_the_law_restricted_to_the_allowed_tokens() -> None:

@@ -98,6 +98,9 @@ def test_truncate_cuts_through_levels_and_never_lengthens() -> None:
     cut = kvcache.truncate(cache, keep)
     assert [s.visible.tolist() for s in cut.shared] == [[1, 3, 2, 1], [0, 1, 2, 1]]
     assert cut.length.tolist() == [0, 0, 1, 1]
+    both = kvcache.shorten({"a": cache, "b": cut}, np.array([8, 5, 1, 0], np.int32))  # what is kept differs by node
+    jax.tree.map(np.testing.assert_array_equal, both["a"], cut)
+    assert both["b"].total.tolist() == [0, 0, 4, 3]
     history = [t[:n] for t, n in zip(history, keep, strict=True)]
     feed(cut, history, rng, [3, 2, 3, 3])
     assert cache.total.tolist() == [9, 9, 6, 3], "the old cache is as it was"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdecode import keys as keys_
@@ -189,7 +190,10 @@ def _vocab_size(model: Model, params: Params, cache: Cache, state: SpeculativeSt
 
 def _share(params: Params, draft_params: Params) -> float:
     """A step costs what it reads: the weights. At most half, so that a large draft model is used where it is right."""
-    own, draft = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(p)) for p in (params, draft_params))
+    own, draft = (
+        sum(np.size(x) * jnp.result_type(x).itemsize for x in jax.tree.leaves(p))  # a leaf may be a Python number
+        for p in (params, draft_params)
+    )
     return min(draft / max(own, 1), 0.5)
 
 

@@ -151,7 +151,8 @@ def _speculate(parts: _Parts, params: Params, state: SpeculativeState, count: ja
     running = state.finish == Finish.RUNNING
     pending = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
     fed = jnp.concatenate([pending, drafts.tokens], axis=1)
-    raw, after = parts.model.apply(own_params, fed, cache, lengths=jnp.where(running, 1 + drafts.length, 0))
+    count = jnp.where(running, 1 + drafts.length, 0)
+    raw, after = parts.model.apply(own_params, fed, cache, lengths=count)
     raw = raw.astype(np.promote_types(raw.dtype, np.float32))
     greedy = state.rules.greedy
 
@@ -174,25 +175,26 @@ def _speculate(parts: _Parts, params: Params, state: SpeculativeState, count: ja
     places = jnp.arange(parts.size + 1, dtype=jnp.int32)
     (new, _), _ = lax.scan(position, (bare, running), places)
     taken = jnp.where(running, new.length - state.length, 0)
-    cache = _kept(parts.model, own_params, cache, after, fed, taken, new.length - 1)
+    cache = _kept(parts.model, own_params, cache, after, fed, count, taken)
+    keep = jnp.minimum(held, new.length - 1)
     if kvcache.cuttable(draft_cache, parts.size + 1):
-        draft_cache = kvcache.truncate(draft_cache, new.length - 1)
+        draft_cache = kvcache.shorten(draft_cache, held - keep)
     cost = parts.drafter.cost(own_params, draft_params)
     return dataclasses.replace(
         new,
         cache=parts.join(cache, draft_cache),
-        held=jnp.minimum(held, new.length - 1),
+        held=keep,
         drafted=state.drafted + drafts.length,
         pace=pace.update(state.pace, new.length, drafts.length, new.accepted - state.accepted, parts.size, cost),
     )
 
 
 def _kept(
-    model: Model, params: Params, before: Cache, after: Cache, fed: jax.Array, taken: jax.Array, length: jax.Array
+    model: Model, params: Params, before: Cache, after: Cache, fed: jax.Array, count: jax.Array, taken: jax.Array
 ) -> Cache:
-    """The cache with the first ``taken[B]`` of the tokens fed, ``length[B]`` in all: cut, or read again from before."""
+    """The cache with ``taken[B]`` of the ``count[B]`` tokens fed: cut, or read again from before."""
     if kvcache.cuttable(after, fed.shape[1]):
-        return kvcache.truncate(after, length)
+        return kvcache.shorten(after, count - taken)
     return model.apply(params, fed, before, lengths=taken, logits_at=fed[:, :0])[1]
 
 

@@ -29,7 +29,18 @@ from jaxdecode.kvcache.layout import (
     one_layer,
     plan,
 )
-from jaxdecode.kvcache.parts import branch, cuttable, fork, only_nodes, reaches_back, reorder, resize, share, truncate
+from jaxdecode.kvcache.parts import (
+    branch,
+    cuttable,
+    fork,
+    only_nodes,
+    reaches_back,
+    reorder,
+    resize,
+    share,
+    shorten,
+    truncate,
+)
 
 __all__ = [
     "Block",
@@ -52,5 +63,6 @@ __all__ = [
     "reorder",
     "resize",
     "share",
+    "shorten",
     "truncate",
 ]

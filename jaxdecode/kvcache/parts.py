@@ -27,7 +27,18 @@ from jaxdecode.kvcache.layout import (
     slots_of,
 )
 
-__all__ = ["branch", "cuttable", "fork", "only_nodes", "reaches_back", "reorder", "resize", "share", "truncate"]
+__all__ = [
+    "branch",
+    "cuttable",
+    "fork",
+    "only_nodes",
+    "reaches_back",
+    "reorder",
+    "resize",
+    "share",
+    "shorten",
+    "truncate",
+]
 
 
 def _is_cache(x: Any) -> bool:
@@ -172,15 +183,26 @@ def truncate(cache: Any, length: Any) -> Any:
         expected = f"lengths no more than {slack} tokens (the slack of a sliding window) below the most held, or 0"
         raise ValueError(f"truncate: expected {expected}; else fill again (refill), got {np.asarray(length)}")
 
-    def one(node: KVCache) -> KVCache:
-        shared, tail = _cut_lengths(node, length)
-        furthest = node.furthest
-        if furthest is not None:
-            furthest = jnp.where(tail > 0, furthest, 0)
-        parts = tuple(dataclasses.replace(s, visible=visible) for s, visible in zip(node.shared, shared, strict=True))
-        return dataclasses.replace(node, length=tail, shared=parts, furthest=furthest)
+    return jax.tree.map(lambda node: _cut(node, length), cache, is_leaf=_is_cache)
 
-    return jax.tree.map(one, cache, is_leaf=_is_cache)
+
+def shorten(cache: Any, count: jax.Array) -> Any:
+    """Every KV node without the last ``count[B]`` tokens of each row, however many each node holds.
+
+    For nodes of unequal lengths, as those of two models with a prompt each, where the cache is ``cuttable`` by that
+    many. ValueError where the pytree holds anything but KV nodes.
+    """
+    _only_caches(cache, "shorten")
+    return jax.tree.map(lambda node: _cut(node, node.total - count), cache, is_leaf=_is_cache)
+
+
+def _cut(node: KVCache, length: Any) -> KVCache:
+    shared, tail = _cut_lengths(node, length)
+    furthest = node.furthest
+    if furthest is not None:
+        furthest = jnp.where(tail > 0, furthest, 0)
+    parts = tuple(dataclasses.replace(s, visible=visible) for s, visible in zip(node.shared, shared, strict=True))
+    return dataclasses.replace(node, length=tail, shared=parts, furthest=furthest)
 
 
 def _cut_lengths(node: KVCache, length: Any) -> tuple[list[jax.Array], jax.Array]:
