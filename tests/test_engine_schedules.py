@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from jaxdecode.keys import row_keys
 from jaxdecode.testing import second_order_model
 
 SCHEDULES = 2000
-V, ROWS = 7, 24
+V, ROWS, N = 7, 24, 10
 RANDOM = np.random.default_rng(17)
 MODEL = second_order_model()
 TABLE = (RANDOM.normal(size=(V, V, V)) * 3).round().astype(np.float32) / 2  # halves: ties happen
@@ -34,16 +35,17 @@ def prompt(row: int) -> list[int]:
 
 def chosen(row: int) -> Settings:
     return Settings(
-        max_new_tokens=[10, 4, 1, 0][min(row // 6, row % 4)],  # long ones are in the majority
+        max_new_tokens=N,
         temperature=[0.0, 0.5, 1.0, 3.0][row % 4],
         repetition_penalty=[1.0, 1.3][row // 4 % 2],
-        eos=RANDOM.integers(-1, V, 2).tolist(),
-        stop=[RANDOM.integers(0, V, 2).tolist()],
+        eos=[RANDOM.integers(-1, V).item()],
+        stop=RANDOM.integers(0, V, (2, 2)).tolist(),
         num_samples=3 if row == 17 else 1,
     )
 
 
 REQUESTS = [Request(row, prompt(row), chosen(row), KEYS[row]) for row in range(ROWS)]
+LIMITED = [[dataclasses.replace(r.settings, max_new_tokens=n) for n in range(N + 1)] for r in REQUESTS]
 
 
 class Alone(NamedTuple):
@@ -68,21 +70,27 @@ def alone() -> list[Alone]:
 def test_the_rows_end_in_every_way(alone: list[Alone]) -> None:
     """And at different lengths, so that schedules differ."""
     assert {reason for a in alone for reason in a.finish} == {Finish.EOS, Finish.STOP, Finish.LENGTH}
-    assert len({len(ids) for a in alone for ids in a.ids}) > 6
+    assert len({len(ids) for a in alone for ids in a.ids}) > 5
 
 
 PLANS = ((1, 1, 5, 0), (2, 3, 16, 2), (5, 2, 16, 1))  # slots, staged rows, chunk, kept prefixes: compiled once each
 ENGINES: dict[int, Engine] = {}
 
 
-class Schedule(NamedTuple):
-    """rows: (row of the pool, turns waited before it comes, tokens after which it is cancelled; 0: never).
+class Asked(NamedTuple):
+    """A row of the pool, its limit, turns waited before it comes, tokens after which it is cancelled (0: never)."""
 
-    ends: after how many results the caller drains the engine, or gives it up.
-    """
+    row: int
+    limit: int
+    wait: int
+    cancel: int
+
+
+class Schedule(NamedTuple):
+    """ends: after how many results the caller drains the engine, or gives it up."""
 
     plan: int
-    rows: list[tuple[int, int, int]]
+    asked: list[Asked]
     passes: int
     steps: int
     refill: float
@@ -93,8 +101,14 @@ class Schedule(NamedTuple):
 SCHEDULE = st.builds(
     Schedule,
     plan=st.integers(0, len(PLANS) - 1),
-    rows=st.lists(
-        st.tuples(st.integers(0, ROWS - 1), st.sampled_from([0, 0, 1, 2]), st.sampled_from([0, 0, 0, 1, 2, 5])),
+    asked=st.lists(
+        st.builds(
+            Asked,
+            row=st.integers(0, ROWS - 1),
+            limit=st.sampled_from([0, 1, 3, 7, N, N]),
+            wait=st.sampled_from([0, 0, 1, 2]),
+            cancel=st.sampled_from([0, 0, 0, 1, 2, 5]),
+        ),
         min_size=1,
         max_size=8,
     ),
@@ -114,21 +128,25 @@ def cancelled_after(n: int) -> Callable[[], Callable[[int], bool]]:
     return watch
 
 
-def asked(schedule: Schedule) -> Iterator[Request | None]:
-    for place, (row, wait, cancel) in enumerate(schedule.rows):
+def requests(schedule: Schedule) -> Iterator[Request | None]:
+    for place, (row, limit, wait, cancel) in enumerate(schedule.asked):
         yield from [None] * wait
-        yield REQUESTS[row]._replace(id=place, watch=cancelled_after(cancel) if cancel else None)
+        watch = cancelled_after(cancel) if cancel else None
+        yield REQUESTS[row]._replace(id=place, settings=LIMITED[row][limit], watch=watch)
 
 
-def assert_exact(result: Result, expected: Alone, cancel: int) -> None:
+def assert_exact(result: Result, expected: Alone, limit: int, cancel: int) -> None:
+    """The first ``limit`` ids of what the prompt gives alone, or the first ``cancel`` ones if it gets as far."""
     assert result.out is not None
     assert len(expected.ids) == len(result.out.length)
     for i, (ids, reason) in enumerate(zip(expected.ids, expected.finish, strict=True)):
-        stopped = 0 < cancel <= len(ids)
-        kept = ids[:cancel] if stopped else ids
-        n, tokens = len(kept), result.out.tokens[i].tolist()
-        assert (tokens[:n], set(tokens[n:]), int(result.out.length[i])) == (kept, {-1}, n)
-        assert int(result.out.finish[i]) == (Finish.STOP if stopped else reason)
+        if limit < len(ids):
+            ids, reason = ids[:limit], Finish.LENGTH
+        if 0 < cancel <= len(ids):
+            ids, reason = ids[:cancel], Finish.STOP
+        n, tokens = len(ids), result.out.tokens[i].tolist()
+        assert (tokens[:n], set(tokens[n:]), int(result.out.length[i])) == (ids, {-1}, n)
+        assert int(result.out.finish[i]) == reason
         off = result.out.logprob[i, :n] - expected.logprob[i, :n]
         assert np.all(np.abs(off) < 1e-4)
 
@@ -146,14 +164,13 @@ def test_rows_are_exact_in_any_schedule(schedule: Schedule, alone: list[Alone]) 
     made.options = Options(slots=slots, staged=staged, chunk=chunk, prefixes=prefixes, **numbers)
     how, after = schedule.ends
     results: list[Result] = []
-    served = made.serve(asked(schedule), draining=lambda: how == "drained" and len(results) >= after)
+    served = made.serve(requests(schedule), draining=lambda: how == "drained" and len(results) >= after)
     for result in served if how != "given up" else itertools.islice(served, after):
         results.append(result)
     served.close()
     for result in results:
-        row, _, cancel = schedule.rows[result.request.id]
-        assert_exact(result, alone[row], cancel)
+        row, limit, _, cancel = schedule.asked[result.request.id]
+        assert_exact(result, alone[row], limit, cancel)
     ids = [result.request.id for result in results]
     assert len(set(ids)) == len(ids)
-    least = len(schedule.rows) if how == "never" else min(after, len(schedule.rows))
-    assert len(ids) >= least
+    assert len(ids) >= (len(schedule.asked) if how == "never" else min(after, len(schedule.asked)))

@@ -108,6 +108,8 @@ class Engine:
                     return
                 driver = self._driver(self._groups[key])
             self._hand_over(self._groups[key], driver)
+            if not more:
+                driver.no_more()
             for result in driver.turn():
                 self._held -= 1
                 yield result
