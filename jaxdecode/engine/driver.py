@@ -96,7 +96,7 @@ class _Seat:
 
 
 class Driver:
-    """Runs the requests of ``waiting``, a turn at a time. All programs are compiled here, before the first."""
+    """Runs the requests of ``waiting``, a turn at a time. ``warm`` compiles all programs, before the first."""
 
     def __init__(
         self,
@@ -115,9 +115,8 @@ class Driver:
         self.state = programs.init(plan, params, first.rules)
         self._weighs = getattr(self.state.rows, "log_weight", None) is not None
         self._prefixes = Prefixes(plan.kept, kvcache.only_nodes(self.state.kept))
-        self._warm(first)
 
-    def _warm(self, first: Job) -> None:
+    def warm(self, first: Job) -> None:
         """Compile every program, by calls that change nothing."""
         zero = np.int32(0)
         self._change(staged=programs.begin(self.state.staged, self.state.kept, zero, zero, zero))
