@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from jaxdecode.kvcache.attention import attend
 from jaxdecode.kvcache.layout import Block, KVCache, Layer, Plan, Segment, advance, create, one_layer, plan, write
-from jaxdecode.kvcache.parts import branch, only_nodes, reorder, share, truncate
+from jaxdecode.kvcache.parts import branch, only_nodes, reorder, share, truncate, uneven
 
 __all__ = [
     "Block",
@@ -32,5 +32,6 @@ __all__ = [
     "reorder",
     "share",
     "truncate",
+    "uneven",
     "write",
 ]

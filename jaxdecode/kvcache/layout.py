@@ -62,7 +62,8 @@ class KVCache:
     """The cache of one model: tail ``layers`` [B,...], ``length[B]`` tokens in each tail, ``shared`` segments.
 
     Of rows that are beams, ``beams`` stand side by side in a group, and token t of a row's tail is in slot t of the
-    row of its group that ``source[B,T]`` names (0 .. beams - 1).
+    row of its group that ``source[B,T]`` names (0 .. beams - 1). uneven: rows are of very different lengths, and a step
+    reads each only as far as it goes.
     """
 
     layers: tuple[Layer, ...]
@@ -70,6 +71,7 @@ class KVCache:
     shared: tuple[Segment, ...] = ()
     source: jax.Array | None = None
     beams: int = dataclasses.field(default=1, metadata={"static": True})
+    uneven: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -97,7 +99,7 @@ class KVCache:
         if self.shared or new.shared or self.source is not None or new.source is not None:
             raise ValueError("put_rows: expected caches without shared segments and beams")
         tail, length = base.put_rows((self.layers, self.length), rows, (new.layers, new.length))
-        return KVCache(tail, length)
+        return dataclasses.replace(self, layers=tail, length=length)
 
 
 def _map_rows(segment: Segment, fn: Any, repeats: int | None) -> Segment:
