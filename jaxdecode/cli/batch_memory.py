@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 __all__ = ["Run", "base_bytes", "peak_of_batch", "predicted"]
 
 LOGITS_COPIES = 6  # arrays [slots, V] in float32 that a step holds
-PROGRAM_BYTES = 8_500_000  # of each layer in the compiled programs and their traces: measured, not counted
+PROGRAM_BYTES = 12_500_000  # of each layer, in compiled programs and what they were traced from: measured, not counted
 CODE = """
 import sys
 from jaxdecode.cli import main
@@ -61,11 +61,16 @@ def predicted(
 
 
 def base_bytes() -> int | None:
-    """The peak of a run whose model is the toy and whose file has one line; None where a peak is not told."""
+    """The peak of a run whose model is the toy and whose file has one line; None where a peak is not told.
+
+    Of two runs the smaller: the first one may compile what later ones find, in 200 MB more.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
         source.write_text(json.dumps({"prompt": [1, 2], "max_new_tokens": 2}) + "\n")
-        return peak_of_batch("--model", "toy", str(source), str(Path(folder) / "out.jsonl"))
+        run = ("--model", "toy", "--no-resume", str(source), str(Path(folder) / "out.jsonl"))
+        peaks = [peak for peak in (peak_of_batch(*run) for _ in range(2)) if peak is not None]
+    return min(peaks, default=None)
 
 
 def peak_of_batch(*arguments: str) -> int | None:
