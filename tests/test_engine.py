@@ -150,6 +150,24 @@ def test_running_rows_do_not_starve() -> None:
     assert any(turn.passes and turn.steps for turn in turns)
 
 
+def test_prompts_are_not_computed_ahead_in_half_empty_passes() -> None:
+    """A pass costs the same for one row as for all: 16 prompts of one chunk, 4 at a time, are 4 passes."""
+    asked = [Request(i, [1] * 17, Settings(max_new_tokens=5 + i % 3, temperature=0)) for i in range(16)]
+    made = Engine(MODEL, TABLE, options=Options(slots=3, staged=4, chunk=16, steps=1))
+    assert len([*made.serve(asked)]) == 16
+    assert (made.stats.passes, made.stats.computed) == (4, 16 * 16)
+
+
+def test_the_longest_of_the_last_requests_begin_first() -> None:
+    """So that no slot is left with a long row when all others have ended; while more may come, it is first come."""
+    lengths = [2, 2, 2, 2, 2, 10]
+    asked = [Request(i, [1], Settings(max_new_tokens=n, temperature=0)) for i, n in enumerate(lengths)]
+    for window, steps in ((7, 10), (2, 14)):
+        made = Engine(MODEL, TABLE, options=Options(slots=2, staged=2, chunk=16, window=window))
+        assert len([*made.serve(asked)]) == 6
+        assert made.stats.steps == steps
+
+
 def test_samples_are_those_of_generate() -> None:
     """Sample i draws with ``fold_in(row_key, i)``: more samples than slots, and one alone, beside each other."""
     many = [dataclasses.replace(settings(4), max_new_tokens=N, temperature=1.0, num_samples=k) for k in (7, 3, 1)]
