@@ -11,16 +11,19 @@ whose margin is within rounding. Exit code 1 if not.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
-import jax
-import numpy as np
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA logs an error for each program it reads back
 
-import jaxdecode as jd
-from jaxdecode.cli.compilation import keep_compiled_programs
-from jaxdecode.engine import Engine, Options, Request
-from jaxdecode.keys import row_keys
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+import jaxdecode as jd  # noqa: E402
+from jaxdecode.cli.compilation import keep_compiled_programs  # noqa: E402
+from jaxdecode.engine import Engine, Options, Request  # noqa: E402
+from jaxdecode.keys import row_keys  # noqa: E402
 
 LONGEST, NEW, ALONE = 97, 16, 12
 ROUNDING = 1e-3  # of logits for greedy rows, of probability for others; float32 differs by some 1e-5
