@@ -17,13 +17,13 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA logs an error for each program it reads back
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import numpy as np
 
-import jaxdecode as jd  # noqa: E402
-from jaxdecode.cli.compilation import keep_compiled_programs  # noqa: E402
-from jaxdecode.engine import Engine, Options, Request  # noqa: E402
-from jaxdecode.keys import row_keys  # noqa: E402
+import jaxdecode as jd
+from jaxdecode.cli.compilation import keep_compiled_programs
+from jaxdecode.engine import Engine, Options, Request
+from jaxdecode.keys import row_keys
 
 LONGEST, NEW, ALONE = 97, 16, 12
 ROUNDING = 1e-3  # of logits for greedy rows, of probability for others; float32 differs by some 1e-5
