@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdecode import Finish, Generated, Settings, generate
+from jaxdecode import Finish, Generated, Settings, generate, kvcache
 from jaxdecode.engine import Engine, Options, Request, Result, Turn
 from jaxdecode.keys import row_keys
 from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
@@ -317,6 +317,18 @@ def test_a_transformer_writes_what_it_writes_alone_with_and_without_shared_prefi
     assert made.stats.shared == 16 * 150
     assert made.stats.computed == plain.stats.computed - 14 * 150
     assert plain.stats.shared == 0
+
+
+def test_rows_of_uneven_lengths_see_what_they_see_otherwise() -> None:
+    """In the blocks of 128, 128, 256 and 512 tokens, whose ends some rows have just reached."""
+    lengths = np.array([1, 127, 128, 129, 255, 256, 300, 600], np.int32)
+    prompts = np.random.default_rng(6).integers(0, 64, (len(lengths), 601)).astype(np.int32)
+    at = np.zeros((len(lengths), 0), np.int32)
+    _, cache = TINY.apply(PARAMS, prompts, TINY.init_cache(PARAMS, len(lengths), 1000), lengths=lengths, logits_at=at)
+    found = [TINY.apply(PARAMS, prompts[:, -1:], x) for x in (cache, kvcache.uneven(cache))]
+    np.testing.assert_allclose(found[1][0], found[0][0], 1e-5, 1e-5)
+    for one, other in zip(jax.tree.leaves(found[1][1]), jax.tree.leaves(found[0][1]), strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-5)
 
 
 def test_neighbours_schedule_and_shared_prefixes_change_no_bit() -> None:
