@@ -49,15 +49,14 @@ def predicted(
         )
     options = Options(slots=run.slots)
     rows = options.slots + options.staged + options.prefixes + 1
-    parts = {
+    parts: dict[str, int] = {
         "weight_bytes": weights,
         "cache_bytes": rows * sum(sizes) * cache,
         "work_bytes": run.slots * (LOGITS_COPIES * 4 * vocab_size + 4 * sum(sizes) + 16 * sizes[1]),
         "program_bytes": layers * PROGRAM_BYTES,
-        "base_bytes": base,
     }
-    whole = None if base is None else sum(parts.values())
-    return {**run._asdict(), "rows": rows, "tokens_per_row": sum(sizes), **parts, "bytes": whole}
+    whole = {"base_bytes": base, "bytes": None if base is None else base + sum(parts.values())}
+    return {**run._asdict(), "rows": rows, "tokens_per_row": sum(sizes), **parts, **whole}
 
 
 def base_bytes() -> int | None:
