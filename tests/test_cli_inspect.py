@@ -13,7 +13,10 @@ import tiny_gguf
 from cli_tools import Result, assert_bad, call
 
 import jaxdecode as jd
-from jaxdecode.cli import inspection
+from jaxdecode.cli import batch_memory, inspection
+from jaxdecode.engine import programs
+from jaxdecode.engine.programs import Plan
+from jaxdecode.engine.requests import one_row
 
 MEMORY = 10**9
 FREE_BYTES = inspection.free_bytes
@@ -138,6 +141,26 @@ def test_free_memory_is_that_of_this_machine() -> None:
 
 def test_bytes_for_a_reader() -> None:
     assert [inspection.in_bytes(n) for n in (999, 1000, 538_060_032)] == ["999 B", "1.0 kB", "538.1 MB"]
+
+
+def test_memory_of_a_batch_run_is_that_of_the_engine(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_memory, "base_bytes", lambda: 10**8)
+    options = ("--slots", "5", "--longest-prompt", "300", "--max-new-tokens", "30")
+    told, loaded = inspect(model, *options), jd.load(model)
+    batch = told["batch"]
+    settings = jd.Settings(max_new_tokens=30)
+    plan = Plan(jd.sample(loaded.model), 5, batch["tokens_per_row"] - 32, 32, 8, 32, 2)
+    rules = one_row(settings, loaded.config.vocab_size)
+    state = jax.eval_shape(lambda: programs.init(plan, loaded.params, rules))
+    held = sum(x.size * 4 for x in jax.tree.leaves((state.rows.cache.layers, state.staged.layers, state.kept.layers)))
+    assert (batch["rows"], batch["tokens_per_row"], batch["cache_bytes"]) == (16, 512, held)
+    assert batch["weight_bytes"] == told["parameter_bytes"]
+    names = ("weight", "cache", "work", "program", "base")
+    assert batch["bytes"] == sum(batch[f"{name}_bytes"] for name in names)
+    lines = [line.split() for line in call("inspect", model, *options).out.splitlines()]
+    assert ["all", *inspection.in_bytes(batch["bytes"]).split()] in lines
+    assert "batch" not in inspect(model)
+    assert_bad(call("inspect", model, "--slots", "1", "--longest-prompt", "3000"), "context of 2048")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdecode import Finish, Generated, Settings, generate
+from jaxdecode import Finish, Generated, Settings, generate, kvcache
 from jaxdecode.engine import Engine, Options, Request, Result, Turn
 from jaxdecode.keys import row_keys
 from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
@@ -148,6 +148,24 @@ def test_running_rows_do_not_starve() -> None:
     assert len([*made.serve(requests())]) == B
     assert max(turn.passes for turn in turns) == 2
     assert any(turn.passes and turn.steps for turn in turns)
+
+
+def test_prompts_are_not_computed_ahead_in_half_empty_passes() -> None:
+    """A pass costs the same for one row as for all: 16 prompts of one chunk, 4 at a time, are 4 passes."""
+    asked = [Request(i, [1] * 17, Settings(max_new_tokens=5 + i % 3, temperature=0)) for i in range(16)]
+    made = Engine(MODEL, TABLE, options=Options(slots=3, staged=4, chunk=16, steps=1))
+    assert len([*made.serve(asked)]) == 16
+    assert (made.stats.passes, made.stats.computed) == (4, 16 * 16)
+
+
+def test_the_longest_of_the_last_requests_begin_first() -> None:
+    """So that no slot is left with a long row when all others have ended; while more may come, it is first come."""
+    lengths = [2, 2, 2, 2, 2, 10]
+    asked = [Request(i, [1], Settings(max_new_tokens=n, temperature=0)) for i, n in enumerate(lengths)]
+    for window, steps in ((7, 10), (2, 14)):
+        made = Engine(MODEL, TABLE, options=Options(slots=2, staged=2, chunk=16, window=window))
+        assert len([*made.serve(asked)]) == 6
+        assert made.stats.steps == steps
 
 
 def test_samples_are_those_of_generate() -> None:
@@ -299,6 +317,18 @@ def test_a_transformer_writes_what_it_writes_alone_with_and_without_shared_prefi
     assert made.stats.shared == 16 * 150
     assert made.stats.computed == plain.stats.computed - 14 * 150
     assert plain.stats.shared == 0
+
+
+def test_rows_of_uneven_lengths_see_what_they_see_otherwise() -> None:
+    """In the blocks of 128, 128, 256 and 512 tokens, whose ends some rows have just reached."""
+    lengths = np.array([1, 127, 128, 129, 255, 256, 300, 600], np.int32)
+    prompts = np.random.default_rng(6).integers(0, 64, (len(lengths), 601)).astype(np.int32)
+    at = np.zeros((len(lengths), 0), np.int32)
+    _, cache = TINY.apply(PARAMS, prompts, TINY.init_cache(PARAMS, len(lengths), 1000), lengths=lengths, logits_at=at)
+    found = [TINY.apply(PARAMS, prompts[:, -1:], x) for x in (cache, kvcache.uneven(cache))]
+    np.testing.assert_allclose(found[1][0], found[0][0], 1e-5, 1e-5)
+    for one, other in zip(jax.tree.leaves(found[1][1]), jax.tree.leaves(found[0][1]), strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-5)
 
 
 def test_neighbours_schedule_and_shared_prefixes_change_no_bit() -> None:

@@ -253,6 +253,7 @@ def chat(
     epilog=examples(
         "jaxdecode inspect smollm2-135m",
         "jaxdecode inspect --dtype bfloat16 --json model.gguf",
+        "jaxdecode inspect smollm2-135m --slots 16 --longest-prompt 300 --max-new-tokens 200",
     )
 )
 def inspect(
@@ -260,6 +261,11 @@ def inspect(
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
+    slots: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tell the memory of `jaxdecode batch` with N slots too.")
+    ] = None,
+    longest_prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Of all lines of that batch.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=0, help="Most new tokens of a line of it.")] = 128,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:
     """Tell what a model is made of and what it costs.
@@ -267,9 +273,11 @@ def inspect(
     Its config, its parameters, the bytes that its cache takes per token, the multiplications of a token, and how many
     rows of which length fit into the memory that is free. No weight is read.
     """
+    from jaxdecode.cli.batch_memory import Run
     from jaxdecode.cli.inspection import run
 
-    raise typer.Exit(run(model, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, json=json))
+    batch = None if slots is None else Run(slots, longest_prompt, max_new_tokens)
+    raise typer.Exit(run(model, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, batch=batch, json=json))
 
 
 @app.command(

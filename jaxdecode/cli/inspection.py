@@ -15,6 +15,7 @@ import typer
 from jaxdecode.cli.terminal import Progress, bad_input, styled, table, visible
 
 if TYPE_CHECKING:
+    from jaxdecode.cli.batch_memory import Run
     from jaxdecode.models.transformer import TransformerConfig
     from jaxdecode.quant import Scheme
 
@@ -24,13 +25,18 @@ POSITIONS = (1, 128, 1024, 8192)  # where multiplications are counted, as far as
 LOGITS_COPIES = 8  # arrays [V] in float32 that a step holds per row; compiled steps were measured at 6.3 to 7.3
 
 
-def run(model: str, *, dtype: str, quantize: Scheme | None, cache_dtype: str | None, json: bool) -> int:
+def run(
+    model: str, *, dtype: str, quantize: Scheme | None, cache_dtype: str | None, batch: Run | None, json: bool
+) -> int:
     """Describe ``model``; only the head of its files is read, no weight. Returns the exit code."""
     progress = Progress()
     try:
         progress("reading")
         with bad_input():
             found = describe(model, dtype, quantize, cache_dtype or dtype, progress)
+            if batch is not None:
+                progress("running the toy")
+                found["batch"] = _batch(found, batch)
     finally:
         progress.stop()
     if json:
@@ -82,6 +88,16 @@ def _describe_toy(dtype: str, scheme: Scheme | None) -> dict[str, Any]:
         "memory": None,
         "parameter_table": [table_of_logits],
     }
+
+
+def _batch(found: dict[str, Any], run: Run) -> dict[str, Any]:
+    """The memory of `jaxdecode batch`. ValueError: its rows are longer than the context."""
+    from jaxdecode.cli.batch_memory import base_bytes, predicted
+
+    config = found["config"]
+    layers = config["n_layers"] if found["cache_bytes_per_token"] else 0  # the toy has none
+    sizes = {"context": config["context_length"], "vocab_size": config["vocab_size"], "layers": layers}
+    return predicted(run, base_bytes(), found["parameter_bytes"], found["cache_bytes_per_token"], **sizes)
 
 
 def _param(name: str, shape: tuple[int, ...], dtype: str, size: int, scheme: Scheme | None) -> dict[str, Any]:
@@ -176,7 +192,18 @@ def as_text(found: dict[str, Any]) -> str:
         free, weights = in_bytes(memory["free_bytes"]), in_bytes(memory["weight_bytes"])
         parts += ["\n", f"free memory {free}, of which the weights take {weights}; beside them fit\n"]
         parts += [table(("context", "cache and logits of a row", "rows at most"), fits, left=())]
+    if "batch" in found:
+        parts += ["\n", batch_as_text(found["batch"])]
     return "".join(parts)
+
+
+def batch_as_text(batch: dict[str, Any]) -> str:
+    """The memory of a batch run, part by part."""
+    names = ("weight", "cache", "work", "program", "base")
+    told = [(name, in_bytes(batch[f"{name}_bytes"])) for name in names if batch[f"{name}_bytes"] is not None]
+    told += [("all", "unknown" if batch["bytes"] is None else in_bytes(batch["bytes"]))]
+    head = f"batch with {batch['slots']} slots: {batch['rows']} rows of {batch['tokens_per_row']} tokens\n"
+    return head + table(("memory", "bytes"), told, left=(0,))
 
 
 def _folded(params: list[dict[str, Any]]) -> list[dict[str, Any]]:

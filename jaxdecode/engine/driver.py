@@ -22,6 +22,7 @@ from jaxdecode.engine.requests import Job, Result, Watch, cut
 __all__ = ["Driver", "Options", "Stats", "Turn"]
 
 LOOK = 32  # waiting requests looked at for common prefixes
+LAST = 4  # times the slots: so many of the last requests are taken longest first
 
 
 class Options(NamedTuple):
@@ -67,7 +68,8 @@ class Stats:
 
 @dataclasses.dataclass(slots=True)
 class _Staged:
-    """A staged row: the tokens to compute, how many of them are done, samples that have got a slot.
+    """A staged row: the tokens to compute, how many of them are done, its place in the order of staging, samples that
+    have got a slot.
 
     job None: a prefix to keep.
     """
@@ -75,6 +77,7 @@ class _Staged:
     job: Job | None
     tokens: np.ndarray
     done: int
+    order: int
     seated: int = 0
 
     @property
@@ -93,7 +96,7 @@ class _Seat:
 
 
 class Driver:
-    """Runs the requests of ``waiting``, a turn at a time. All programs are compiled here, before the first."""
+    """Runs the requests of ``waiting``, a turn at a time. ``warm`` compiles all programs, before the first."""
 
     def __init__(
         self,
@@ -108,12 +111,12 @@ class Driver:
         self.waiting: deque[Job] = deque()
         self._seats: list[_Seat | None] = [None] * plan.slots
         self._staged: list[_Staged | None] = [None] * plan.staged
+        self._order = itertools.count()
         self.state = programs.init(plan, params, first.rules)
         self._weighs = getattr(self.state.rows, "log_weight", None) is not None
         self._prefixes = Prefixes(plan.kept, kvcache.cuttable(self.state.kept))
-        self._warm(first)
 
-    def _warm(self, first: Job) -> None:
+    def warm(self, first: Job) -> None:
         """Compile every program, by calls that change nothing."""
         zero = np.int32(0)
         self._change(staged=programs.begin(self.state.staged, self.state.kept, zero, zero, zero))
@@ -137,6 +140,11 @@ class Driver:
         """Forget the requests of which no sample has a slot."""
         self.waiting.clear()
         self._staged = [s if s is not None and s.seated else None for s in self._staged]
+
+    def no_more(self) -> None:
+        """All requests are here: of the last ones the longest begin first, so that no slot runs on alone for long."""
+        if len(self.waiting) <= LAST * self.plan.slots:
+            self.waiting = deque(sorted(self.waiting, key=lambda job: -job.new))
 
     def turn(self) -> list[Result]:
         """Some prefill, some steps; what ended meanwhile."""
@@ -171,11 +179,11 @@ class Driver:
                 others = itertools.islice((other.prompt for other in self.waiting if other is not job), LOOK)
                 size = self._prefixes.worth(job.prompt, others)
                 if size >= n + LEAST:
-                    self._begin(row, _Staged(None, job.prompt[:size], n), place)
+                    self._begin(row, _Staged(None, job.prompt[:size], n, -1), place)
                     continue
             del self.waiting[number]
             self.stats.shared += n
-            self._begin(row, _Staged(job, job.prompt[:-1], n), place)
+            self._begin(row, _Staged(job, job.prompt[:-1], n, next(self._order)), place)
 
     def _next(self, coming: list[np.ndarray]) -> tuple[int, int, int]:
         """Which waiting request is next, and the kept row and length it begins with.
@@ -194,11 +202,14 @@ class Driver:
         self._change(staged=programs.begin(self.state.staged, self.state.kept, *numbers))
 
     def _prefill(self) -> None:
-        """Passes over the staged rows: several where slots are free, else one, and only if many rows need it."""
+        """Passes over the staged rows: several while slots are free, else one at most, and only a full one.
+
+        A pass takes as long for one row as for all of them, and a prompt that is ready before a slot is gains nothing.
+        """
         for done in range(self.options.passes):
             work = [(row, s) for row, s in enumerate(self._staged) if s is not None and not s.ready]
             ahead = None not in self._seats
-            if not work or (ahead and (done or 2 * len(work) < self.plan.staged)):
+            if not work or (ahead and (done or len(work) < self.plan.staged)):
                 return
             parts = {row: s.tokens[s.done : s.done + self.plan.chunk] for row, s in work}
             for row, s in work:
@@ -217,9 +228,9 @@ class Driver:
         self._change(staged=programs.prefill(self.plan.decoder, self.params, self.state.staged, tokens, count))
 
     def _seat_ready(self) -> None:
-        """Move rows whose prompt is computed into free slots, the oldest first; keep prefixes."""
+        """Move rows whose prompt is computed into free slots, in the order of staging; keep prefixes."""
         ready = [(row, s) for row, s in enumerate(self._staged) if s is not None and s.ready]
-        for row, s in sorted(ready, key=lambda x: -1 if x[1].job is None else x[1].job.number):
+        for row, s in sorted(ready, key=lambda x: x[1].order):
             if s.job is None:
                 place = self._prefixes.store(s.tokens)
                 self._change(kept=programs.keep(self.state.kept, self.state.staged, np.int32(row), np.int32(place)))

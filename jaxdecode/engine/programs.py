@@ -82,7 +82,8 @@ def _no_keys(rows: int) -> jax.Array:
 def init(plan: Plan, params: Params, rules: Rules) -> EngineState:
     """All slots free. ``rules`` [1]: those of any request, whose numbers do not matter."""
     staged, kept = (_rows(plan, params, rules, n).cache for n in (plan.staged, plan.kept + 1))
-    return EngineState(_rows(plan, params, rules, plan.slots), staged, kept)
+    rows = _rows(plan, params, rules, plan.slots)
+    return EngineState(dataclasses.replace(rows, cache=kvcache.uneven(rows.cache)), staged, kept)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

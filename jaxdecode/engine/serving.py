@@ -17,7 +17,7 @@ from jaxdecode.engine.programs import Plan
 from jaxdecode.engine.requests import Job, Request, Result, check, one_row, signature
 from jaxdecode.rulebook import Settings
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "row_sizes"]
 
 SMALLEST = 256  # tokens of a row at least: powers of two from here on, so that its cache's blocks are always the same
 REMEMBERED = 256  # settings whose rules are kept
@@ -32,6 +32,18 @@ class _Group:
     waiting: deque[Job] = dataclasses.field(default_factory=deque)
     prompt: int = 0
     new: int = 0
+
+
+def row_sizes(prompt: int, new: int, accepts: Callable[[int], bool]) -> tuple[int, int] | None:
+    """(prompt, new) tokens that a row has room for: a power of two in all if the context allows it, else just these.
+
+    accepts: whether the context has room for so many tokens. None: not even for these.
+    """
+    wide = max(16, 1 << (new - 1).bit_length() if new else 0)
+    total = max(SMALLEST, 1 << (prompt + wide - 1).bit_length())
+    if accepts(total):
+        return total - wide, wide
+    return (prompt, new) if accepts(prompt + new) else None
 
 
 class Engine:
@@ -75,6 +87,7 @@ class Engine:
         self.vocab_size = generation.vocab_size_of(model, params)
         self._rules: dict[int, tuple[Settings, Rules, Hashable, Decoder]] = {}
         self._groups: dict[Hashable, _Group] = {}
+        self._compiled: set[tuple[Hashable, Plan]] = set()
         self._alone: deque[Request] = deque()  # those whose decoder has no rows to put into slots
         self._lengths: dict[int, bool] = {}  # whether the model has room for so many tokens
         self._held = 0
@@ -106,8 +119,10 @@ class Engine:
                     if more or self._alone:
                         continue
                     return
-                driver = self._driver(self._groups[key])
+                driver = self._driver(key)
             self._hand_over(self._groups[key], driver)
+            if not more:
+                driver.no_more()
             for result in driver.turn():
                 self._held -= 1
                 yield result
@@ -174,7 +189,7 @@ class Engine:
         found: tuple[int, int] | None = None
         for job in jobs:
             prompt, new = max(prompt, len(job.prompt)), max(new, job.new)
-            sizes = self._room(prompt, new)
+            sizes = row_sizes(prompt, new, self._accepts)
             if sizes is None:
                 break
             found = sizes
@@ -182,14 +197,6 @@ class Engine:
             got = f"{prompt} + {new} = {prompt + new}"
             raise ValueError(f"prompt + max_new_tokens: expected at most the model's context, got {got} tokens")
         return found
-
-    def _room(self, prompt: int, new: int) -> tuple[int, int] | None:
-        """Sizes that hold these: a power of two in all if the context allows it, else just these; None: too long."""
-        wide = max(16, 1 << (new - 1).bit_length() if new else 0)
-        total = max(SMALLEST, 1 << (prompt + wide - 1).bit_length())
-        if self._accepts(total):
-            return total - wide, wide
-        return (prompt, new) if self._accepts(prompt + new) else None
 
     def _accepts(self, total: int) -> bool:
         if total not in self._lengths:
@@ -205,8 +212,8 @@ class Engine:
         waiting = {key: group.waiting[0].number for key, group in self._groups.items() if group.waiting}
         return min(waiting, key=waiting.__getitem__, default=None)
 
-    def _driver(self, group: _Group) -> Driver:
-        options = self.options
+    def _driver(self, key: Hashable) -> Driver:
+        options, group = self.options, self._groups[key]
         try:
             prompt, new = self._sizes(group.waiting, group.prompt, group.new)
         except ValueError:  # its first request fits alone, not beside the longest prompt and output of those before
@@ -214,7 +221,11 @@ class Engine:
         group.prompt, group.new = prompt, new  # rows that only grow are few programs
         chunk = min(options.chunk, prompt + new - 2)
         plan = Plan(group.decoder, options.slots, prompt, new, options.staged, max(chunk, 1), options.prefixes)
-        return Driver(plan, self._decoder_params, group.waiting[0], options, self.stats, self._on_turn)
+        driver = Driver(plan, self._decoder_params, group.waiting[0], options, self.stats, self._on_turn)
+        if (key, plan) not in self._compiled:
+            driver.warm(group.waiting[0])
+            self._compiled.add((key, plan))
+        return driver
 
     def _hand_over(self, group: _Group, driver: Driver) -> None:
         """Give the driver the group's requests that fit its rows, up to the first that doesn't: it waits for others."""

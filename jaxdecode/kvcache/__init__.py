@@ -40,6 +40,7 @@ from jaxdecode.kvcache.parts import (
     share,
     shorten,
     truncate,
+    uneven,
 )
 
 __all__ = [
@@ -65,4 +66,5 @@ __all__ = [
     "share",
     "shorten",
     "truncate",
+    "uneven",
 ]

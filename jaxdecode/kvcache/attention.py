@@ -23,6 +23,7 @@ from jaxdecode.kvcache.layout import (
     may_wrap,
     numbers,
     offsets,
+    over_slots,
     slots_of,
 )
 from jaxdecode.kvcache.writing import write
@@ -112,10 +113,35 @@ def _merge(a: _Part, b: _Part) -> _Part:
     return _Part(a.out * wa[..., None] + b.out * wb[..., None], top, a.total * wa + b.total * wb)
 
 
-def _attend_layer(q: jax.Array, layer: Layer, seen: Callable[[int, int], jax.Array], reach: jax.Array) -> _Part:
+def _merge_rows(part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array) -> _Part:
+    """``part`` merged with attention over one more block, of the ``needed[R]`` rows alone, each by itself."""
+
+    def row(part: _Part, b: jax.Array) -> tuple[_Part, None]:
+        def one(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, b, 1)
+
+        def more(part: _Part) -> _Part:
+            new = _attend_block(one(q), over_slots(lambda axis, x: one(x), block), one(seen))
+            merged = _merge(_Part(*map(one, part)), new)
+            rows = zip(part, merged, strict=True)
+            return _Part(*(lax.dynamic_update_slice_in_dim(x, y, b, 0) for x, y in rows))
+
+        return lax.cond(needed[b], more, lambda part: part, part), None
+
+    return lax.scan(row, part, jnp.arange(len(q), dtype=jnp.int32))[0]
+
+
+def _attend_layer(
+    q: jax.Array,
+    layer: Layer,
+    seen: Callable[[int, int], jax.Array],
+    reach: jax.Array,
+    filled: jax.Array | None = None,
+) -> _Part:
     """Attention of q[R,K,M,h] over the slots it sees, of which ``reach`` are filled in some row.
 
-    ``seen(offset, size)`` [R,M,T] says which of ``size`` slots from ``offset`` on a query sees.
+    ``seen(offset, size)`` [R,M,T] says which of ``size`` slots from ``offset`` on a query sees. filled[R]: those of
+    each row; the blocks after the first are then read row by row, by the rows that have got there.
     """
 
     def over(block: AnyBlock, offset: int) -> _Part:
@@ -125,7 +151,9 @@ def _attend_layer(q: jax.Array, layer: Layer, seen: Callable[[int, int], jax.Arr
     for offset, block in offsets(layer)[1:]:
 
         def more(part: _Part, block: AnyBlock = block, offset: int = offset) -> _Part:
-            return _merge(part, over(block, offset))
+            if filled is None:
+                return _merge(part, over(block, offset))
+            return _merge_rows(part, q, block, seen(offset, block.v.shape[2]), filled > offset)
 
         part = lax.cond(reach > offset, more, lambda part: part, part)
     return part
@@ -205,7 +233,8 @@ def _attend(q: jax.Array, layer: Layer, cache: KVCache, plan: Plan, new: AnyBloc
     if new is not None:
         tail = tail._replace(visible=jnp.minimum(visible, plan.start[:, None]))
     if cache.source is None:
-        part = _attend_layer(flat, layer, _masks(tail, layer, window), plan.reach)
+        filled = plan.length if cache.uneven and size == 1 else None
+        part = _attend_layer(flat, layer, _masks(tail, layer, window), plan.reach, filled)
     else:
         part = _attend_beams(flat, layer, cache, tail, window, plan.reach)
     if new is not None:

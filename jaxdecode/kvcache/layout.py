@@ -97,9 +97,9 @@ class KVCache:
     """The cache of one model: tail ``layers`` [B,...], ``length[B]`` tokens in each tail, ``shared`` segments.
 
     Of rows that are beams, ``beams`` stand side by side in a group, and token t of a row's tail is in slot t of the
-    row of its group that ``source[B,T]`` names (0 .. beams - 1). Layers with a window may be rings: ``windows`` has
-    one entry a layer (empty: none has one), ``max_len`` is the capacity, and ``furthest[B]`` the most tokens that the
-    tail has held.
+    row of its group that ``source[B,T]`` names (0 .. beams - 1). uneven: rows are of very different lengths, and a step
+    reads each only as far as it goes. Layers with a window may be rings: ``windows`` has one entry a layer (empty: none
+    has one), ``max_len`` is the capacity, and ``furthest[B]`` the most tokens that the tail has held.
     """
 
     layers: tuple[Layer, ...]
@@ -110,6 +110,7 @@ class KVCache:
     beams: int = dataclasses.field(default=1, metadata={"static": True})
     windows: tuple[Window | None, ...] = dataclasses.field(default=(), metadata={"static": True})
     max_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+    uneven: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -131,7 +132,9 @@ class KVCache:
         for s in self.shared:
             rows, visible = fn((s.segment_of_row, s.visible))
             shared.append(dataclasses.replace(s, segment_of_row=rows, visible=visible, repeats=repeats(s.repeats)))
-        return KVCache(layers, length, tuple(shared), None, furthest, 1, self.windows, self.max_len)
+        return dataclasses.replace(
+            self, layers=layers, length=length, shared=tuple(shared), source=None, furthest=furthest, beams=1
+        )
 
     def take_rows(self, rows: jax.Array) -> KVCache:
         return self._with_rows(lambda x: base.take_rows(x, rows), lambda repeats: None)

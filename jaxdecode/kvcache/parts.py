@@ -38,6 +38,7 @@ __all__ = [
     "share",
     "shorten",
     "truncate",
+    "uneven",
 ]
 
 
@@ -156,6 +157,14 @@ def reorder(cache: Any, rows: jax.Array) -> Any:
         return dataclasses.replace(x, length=length, source=source, furthest=furthest)
 
     return jax.tree.map(one, cache, is_leaf=lambda x: isinstance(x, base.RowNode))
+
+
+def uneven(cache: Any) -> Any:
+    """The cache of rows whose lengths will differ a lot: a step then reads each only as far as it goes.
+
+    Row by row, so rows that are all long take longer than without it.
+    """
+    return jax.tree.map(lambda x: dataclasses.replace(x, uneven=True) if _is_cache(x) else x, cache, is_leaf=_is_cache)
 
 
 def _first_slots(layer: Layer, size: int | None) -> Layer:
