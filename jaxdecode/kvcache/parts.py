@@ -109,7 +109,7 @@ def shorten(cache: Any, count: jax.Array) -> Any:
     For nodes of unequal lengths, as those of two models with a prompt each; otherwise as ``truncate``.
     """
     _only_caches(cache, "shorten")
-    return jax.tree.map(lambda node: _cut(node, node.total - count), cache, is_leaf=_is_cache)
+    return jax.tree.map(lambda node: _cut(node, jnp.maximum(node.total - count, 0)), cache, is_leaf=_is_cache)
 
 
 def _cut(node: KVCache, length: jax.Array) -> KVCache:
