@@ -202,7 +202,7 @@ def shorten(cache: Any, count: jax.Array) -> Any:
     many. ValueError where the pytree holds anything but KV nodes.
     """
     _only_caches(cache, "shorten")
-    return jax.tree.map(lambda node: _cut(node, node.total - count), cache, is_leaf=_is_cache)
+    return jax.tree.map(lambda node: _cut(node, jnp.maximum(node.total - count, 0)), cache, is_leaf=_is_cache)
 
 
 def _cut(node: KVCache, length: Any) -> KVCache:
