@@ -33,7 +33,9 @@ def ctranslate2(spec: dict[str, Any], work: Work) -> tuple[float, list[list[int]
         rows: dict[int, list[int]] = {}
         for at in range(0, len(order), spec["slots"]):
             part = order[at : at + spec["slots"]]
-            limits = [work[i][1] for i in part]
+            # What is beyond the shortest prompt of a batch is decoded a token at a time, and counted as steps.
+            shortest = min(len(work[i][0]) for i in part)
+            limits = [len(work[i][0]) - shortest + work[i][1] for i in part]
             found = generator.generate_batch(
                 [[token[t] for t in work[i][0]] for i in part],
                 min_length=max(limits),
@@ -41,7 +43,7 @@ def ctranslate2(spec: dict[str, Any], work: Work) -> tuple[float, list[list[int]
                 include_prompt_in_result=False,
                 callback=lambda step, limits=limits: step.step + 1 >= limits[step.batch_id],
             )
-            rows |= {i: list(row.sequences_ids[0])[: work[i][1]] for i, row in zip(part, found, strict=True)}
+            rows |= {i: list(row.sequences_ids[0]) for i, row in zip(part, found, strict=True)}
         return [rows[i] for i in range(len(work))]
 
     run([(prompt[:16], 2) for prompt, _ in work[: spec["slots"]]])
@@ -131,6 +133,7 @@ def main() -> None:
     spec = json.loads(text)
     work = [(prompt, new) for prompt, new in json.loads(Path(spec["file"]).read_text())]
     seconds, rows = SYSTEMS[system](spec, work)
+    assert [len(row) for row in rows] == [new for _, new in work], "rows have other lengths than was asked for"
     print(json.dumps({"seconds": seconds, "rows": rows}))  # noqa: T201
 
 
