@@ -21,43 +21,15 @@ MOST_MAPS = 20_000
 # Files whose tests ask what the library does, not what the compiler makes of its arithmetic: `scripts/test` compiles
 # their programs with few optimizations, in a third of the time, and those of all others as users do. (Not with files of
 # narrow floats, which such programs may not know, or of numbers below the normal range, which they treat otherwise.)
-LOGIC = ("beam", "bench", "checkpoint_gguf", "checkpoint_hf", "checkpoint_hostile", "checkpoint_load")
-LOGIC += ("checkpoint_safetensors", "cli", "composition", "constraint", "docs", "engine", "hub")
-LOGIC += (
-    "layers",
-    "models_from_models",
-    "package",
-    "processing_bad_input",
-    "ray",
-    "scoring",
-    "sequence_law",
-    "session",
-)
-LOGIC += ("caches", "kvcache_windows", "settings", "speculative", "tokenizer")
+LOGIC = ("beam", "bench", "caches", "checkpoint_gguf", "checkpoint_hf", "checkpoint_hostile", "checkpoint_load")
+LOGIC += ("checkpoint_safetensors", "cli", "composition", "constraint", "decoders_table", "docs", "engine", "hub")
+LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "processing_bad_input", "ray", "scoring")
+LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
 # each part of the library.
-BOTH = (
-    "batch_invariance",
-    "caches",
-    "beam_settings",
-    "checkpoint_load",
-    "cli_process",
-    "decoders_table",
-    "draw",
-    "engine",
-)
-BOTH += (
-    "jax_faults",
-    "kvcache",
-    "operation_counts",
-    "package",
-    "programs",
-    "quant",
-    "real_model",
-    "search",
-    "settings",
-)
-BOTH += ("transformer", "truncation")
+BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "decoders_table", "draw", "engine.py")
+BOTH += ("jax_faults", "kvcache", "operation_counts", "package", "programs", "quant", "real_model", "search")
+BOTH += ("settings", "transformer", "truncation")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
