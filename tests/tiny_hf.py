@@ -137,6 +137,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_theta": 20000.0,
         "rope_parameters": {"rope_type": "llama3", "rope_theta": 20000.0, **LLAMA3},
     },
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 13},
     "linear scaling": {"rope_scaling": {"type": "linear", "factor": 2.5}},
 }
 PROMPTS = [[5, 200, 3, 77, 140, 260, 9, 9, 31, 8] * 6, [250, 4, 4, 100, 7, 66, 180, 20, 11, 254] * 6]

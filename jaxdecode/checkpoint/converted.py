@@ -45,7 +45,7 @@ __all__ = [
     "write_text",
 ]
 
-_VERSION = 2  # of the layout of a copy and of the conversion: raised whenever either changes
+_VERSION = 3  # of the layout of a copy and of the conversion: raised whenever either changes
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 _UNFINISHED = ".unfinished-"
 _ABANDONED_SECONDS = 3600

@@ -1,4 +1,4 @@
-"""``config.json`` of Hugging Face directories: llama-family models, to and from ``TransformerConfig``.
+"""``config.json`` of Hugging Face directories: Llama and Mistral models, to and from ``TransformerConfig``.
 
 Every field that changes what the model computes is used or refused by name. Fields that other architectures have are
 refused too where they would change it, unless they say "off"; what only matters in training is left alone.
@@ -13,9 +13,10 @@ from jaxdecode.checkpoint.fields import Fields
 from jaxdecode.checks import require
 from jaxdecode.models.transformer import RopeScaling, TransformerConfig
 
-__all__ = ["ARCHITECTURE", "config_from_json", "config_to_json"]
+__all__ = ["config_from_json", "config_to_json"]
 
-ARCHITECTURE = "LlamaForCausalLM"
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+_TYPES = {LLAMA: "llama", MISTRAL: "mistral"}
 
 # Fields of llama configs, and of their relatives, that change the computation -> the values that leave it as it is.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -56,16 +57,16 @@ def config_from_json(values: Mapping[str, Any], where: str) -> TransformerConfig
     """The config of a llama-family model. ValueError, naming ``where`` and the field, for anything else."""
     read = Fields(values, f"{where}: ")
     architectures = values.get("architectures")
-    require(architectures == [ARCHITECTURE], read.name("architectures"), f"[{ARCHITECTURE!r}]", repr(architectures))
-    read.only("model_type", read.get("model_type", str, "llama"), "llama")
+    known = [[name] for name in _TYPES]
+    expected = " or ".join(map(repr, known))
+    require(architectures in known, read.name("architectures"), expected, repr(architectures))
+    kind = architectures[0]
+    read.only("model_type", read.get("model_type", str, _TYPES[kind]), _TYPES[kind])
     read.only("hidden_act", read.get("hidden_act", str, "silu"), "silu", "swish")
-    context = read.size("max_position_embeddings", 2048)
+    context = read.size("max_position_embeddings", 2048 if kind == LLAMA else 1 << 17)
     for key, off in _OFF.items():
         if values.get(key) is not None and not (key == "layer_types" and set(values[key]) == {"full_attention"}):
             read.only(key, values[key], *off)
-    if values.get("use_sliding_window") is None and values.get("sliding_window") is not None:
-        window = read.size("sliding_window")
-        require(window >= context, read.name("sliding_window"), f"none, or at least the context of {context}", window)
     d_model, n_heads = read.size("hidden_size"), read.size("num_attention_heads")
     if values.get("head_dim") is None:
         require(d_model % n_heads == 0, read.name("hidden_size"), f"a multiple of {n_heads} heads", d_model)
@@ -75,18 +76,29 @@ def config_from_json(values: Mapping[str, Any], where: str) -> TransformerConfig
         "d_model": d_model,
         "n_layers": read.size("num_hidden_layers"),
         "n_heads": n_heads,
-        "n_kv_heads": read.size("num_key_value_heads", n_heads),
+        "n_kv_heads": read.size("num_key_value_heads", n_heads if kind == LLAMA else 8),
         "head_dim": head_dim,
         "d_mlp": read.size("intermediate_size"),
         "context_length": context,
         "norm_eps": read.real("rms_norm_eps", 1e-6),
         "tied": read.get("tie_word_embeddings", bool, False),
     }
-    fields |= _rope(read, context, head_dim)
+    fields |= {**_rope(read, context, head_dim), "sliding_window": _window(read, kind, context)}
     try:
         return TransformerConfig(**fields)
     except ValueError as error:  # numbers that do not fit each other
         raise ValueError(f"{where}: {error}") from None
+
+
+def _window(read: Fields, kind: str, context: int) -> int | None:
+    """Tokens that a query sees, its own included, of a Mistral; None where the context is no longer."""
+    given = read.values.get("sliding_window", 4096 if kind == MISTRAL else None)
+    if given is None or read.values.get("use_sliding_window") is False:
+        return None
+    window = read.size("sliding_window", 4096)
+    if kind == LLAMA:
+        require(window >= context, read.name("sliding_window"), f"none, or at least the context of {context}", window)
+    return None if window >= context else window
 
 
 def _rope(read: Fields, context: int, head_dim: int) -> dict[str, Any]:
@@ -124,11 +136,14 @@ def _rope(read: Fields, context: int, head_dim: int) -> dict[str, Any]:
 def config_to_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """``config.json`` for a config and a dtype by name. ValueError for what no such file can state."""
     window, sinks = config.sliding_window, config.attention_sinks
-    require(window is None, "save: config.sliding_window", "None: a llama's config.json states no window", window)
-    require(sinks == 0, "save: config.attention_sinks", "0: a llama's config.json states none", sinks)
+    expected = "None or one number: no config.json of these families states one for each layer"
+    require(not isinstance(window, tuple), "save: config.sliding_window", expected, window)
+    require(sinks == 0, "save: config.attention_sinks", "0: no config.json of these families states them", sinks)
+    kind = LLAMA if window is None else MISTRAL
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [kind],
+        "model_type": _TYPES[kind],
+        **({} if window is None else {"sliding_window": window}),
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
         "num_hidden_layers": config.n_layers,
