@@ -37,6 +37,32 @@ def config_of(folder: Path, **fields: Any) -> TransformerConfig:
     return read_llama_gguf(write(folder / "m.gguf", tiny(), change)).config
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_relatives_of_llama_have_their_rows_in_order_and_more_tensors(tmp_path: Path, kind: str) -> None:
+    model = tiny()
+    loaded = load(write(tmp_path / "m.gguf", model, lambda m: tiny_gguf.as_qwen(m, kind)))
+    for i, layer in enumerate(loaded.params["layers"]):
+        part = f"blk.{i}.attn_"
+        expected = {"qkv": np.concatenate([model.tensors[f"{part}{x}.weight"] for x in "qkv"])}
+        if kind == "qwen2":
+            expected["qkv_bias"] = np.concatenate([model.tensors[f"{part}{x}.bias"] for x in "qkv"])
+        else:
+            expected |= {f"{x}_norm": model.tensors[f"{part}{x}_norm.weight"] for x in "qk"}
+        for name, values in expected.items():
+            np.testing.assert_array_equal(layer[name], values)
+        assert len(layer) == len(expected) + 5
+    assert (loaded.config.qkv_bias, loaded.config.qk_norm) == (kind == "qwen2", kind == "qwen3")
+
+    def lacking(model: Tiny) -> None:
+        tiny_gguf.as_qwen(model, kind)
+        for name in [n for n in model.tensors if "attn_q" in n and not n.endswith("attn_q.weight")]:
+            del model.tensors[name]
+
+    path = write(tmp_path / "m2.gguf", tiny(), lacking)
+    with pytest.raises(ValueError, match=r"m2\.gguf: blk\.0\.attn_q.*expected this tensor"):
+        load(path)
+
+
 def test_fields_that_are_missing_have_the_defaults_of_llama_cpp(tmp_path: Path) -> None:
     plain = config_of(tmp_path)
     assert config_of(tmp_path, rope__freq_base=None, rope__dimension_count=None, vocab_size=None) == plain

@@ -82,6 +82,17 @@ def tiny(*, tied: bool = True, matrices: gguf.GGMLQuantizationType = KINDS.F32, 
     return Tiny(dict(FIELDS), tensors, kinds)
 
 
+def as_qwen(model: Tiny, kind: str) -> None:
+    """Make it a "qwen2", with biases, or a "qwen3", with norms of every head's queries and keys."""
+    rng = np.random.default_rng(1)
+    model.fields = {key.replace("llama.", f"{kind}."): value for key, value in model.fields.items()}
+    model.fields |= {"general.architecture": kind, "tokenizer.ggml.pre": "qwen2"}
+    sizes = {"attn_q.bias": HEADS * HEAD_DIM, "attn_k.bias": KV_HEADS * HEAD_DIM, "attn_v.bias": KV_HEADS * HEAD_DIM}
+    sizes = sizes if kind == "qwen2" else {"attn_q_norm.weight": HEAD_DIM, "attn_k_norm.weight": HEAD_DIM}
+    for i in range(LAYERS):
+        model.tensors |= {f"blk.{i}.{name}": rng.uniform(0.5, 2, n).astype(np.float32) for name, n in sizes.items()}
+
+
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a query or key matrix as llama.cpp's converter writes them: the halves of a head, interleaved."""
     rows, *rest = weight.shape
@@ -102,7 +113,8 @@ def write(path: Path, model: Tiny, change: Callable[[Tiny], None] = lambda model
         if key != "general.architecture":
             _add(writer, key, value)
     for name, values in model.tensors.items():
-        heads = {"attn_q.weight": HEADS, "attn_k.weight": KV_HEADS}.get(name.split(".", 2)[-1])
+        permuted = model.fields["general.architecture"] == "llama"
+        heads = {"attn_q.weight": HEADS, "attn_k.weight": KV_HEADS}.get(name.split(".", 2)[-1]) if permuted else None
         stored = values if heads is None else interleaved(values, heads)
         kind = model.kinds.get(name, KINDS.F32)
         writer.add_tensor(name, gguf.quantize(stored, kind), raw_dtype=kind)

@@ -82,6 +82,15 @@ def tiny(
         tensors |= {f"model.layers.{i}.{name}.weight": values for name, values in layer.items()}
     if not tied:
         tensors["lm_head.weight"] = normal(vocab, D)
+    kind = config.get("architectures", [""])[0]
+    for i in range(LAYERS):
+        part = f"model.layers.{i}.self_attn."
+        if kind == "Qwen2ForCausalLM":
+            sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
+            tensors |= {f"{part}{x}_proj.bias": normal(n * head_dim) * 4 for x, n in sizes.items()}
+        if kind == "Qwen3ForCausalLM":
+            scales = (rng.uniform(0.5, 2, head_dim).astype(np.float32) for _ in "qk")
+            tensors |= {f"{part}{x}_norm.weight": scale for x, scale in zip("qk", scales, strict=True)}
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -138,6 +147,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "llama3", "rope_theta": 20000.0, **LLAMA3},
     },
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 13},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "kv_heads": 1},
     "linear scaling": {"rope_scaling": {"type": "linear", "factor": 2.5}},
 }
 PROMPTS = [[5, 200, 3, 77, 140, 260, 9, 9, 31, 8] * 6, [250, 4, 4, 100, 7, 66, 180, 20, 11, 254] * 6]

@@ -1,7 +1,8 @@
 """Llama-family GGUF files: fields to a config, tensors to parameters.
 
-The file's tensors are named as llama.cpp names them. Its query and key rows are permuted for interleaved rotary
+The file's tensors are named as llama.cpp names them. A llama's query and key rows are permuted for interleaved rotary
 positions (feature 2i turns with 2i+1); ours follow the rotate-half convention (i with i + h/2), so the rows go back.
+Those of its relatives are as they were.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _NAMES = Names(
     parts={
         "attn_norm": ("attn_norm.weight",),
         "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+        "qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+        "q_norm": ("attn_q_norm.weight",),
+        "k_norm": ("attn_k_norm.weight",),
         "out": ("attn_output.weight",),
         "mlp_norm": ("ffn_norm.weight",),
         "gate_up": ("ffn_gate.weight", "ffn_up.weight"),
@@ -37,13 +41,16 @@ _NAMES = Names(
     },
 )
 _ROPE_FREQS = "rope_freqs.weight"
+# general.architecture -> fields of the config that are always so
+_ARCHITECTURES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 _LLAMA_3_1 = (
     1.0,
     4.0,
     8192,
 )  # low_freq_factor, high_freq_factor, original context of every published model of its kind
 
-# Fields under "llama." that are used below, or say nothing that changes the model. Any other one is refused.
+# Fields under "llama.", or another architecture, that are used below, or say nothing that changes the model. Any other
+# one is refused.
 _KNOWN = {
     "block_count",
     "context_length",
@@ -100,11 +107,13 @@ def read_llama_gguf(path: Path) -> Checkpoint:
         raise ImportError(".gguf files need the gguf package: pip install 'jaxdecode[text]'") from error
     file, owners = _parts(path)
     architecture = file.fields.get("general.architecture")
-    require(architecture == "llama", f"{path}: general.architecture", "'llama'", repr(architecture))
-    config = _config(file, owners)
+    known = isinstance(architecture, str) and architecture in _ARCHITECTURES
+    expected = " or ".join(map(repr, _ARCHITECTURES))
+    require(known, f"{path}: general.architecture", expected, repr(architecture))
+    config = _config(file, owners, str(architecture))
     vocabulary = gguf_vocabulary(file.fields, str(path))
     require(vocabulary.size == config.vocab_size, f"{path}: tokens", f"{config.vocab_size} of them", vocabulary.size)
-    return Checkpoint(str(path), config, vocabulary, _params(owners, config, path))
+    return Checkpoint(str(path), config, vocabulary, _params(owners, config, path, architecture == "llama"))
 
 
 _Owners = dict[str, GgufFile]  # tensor name -> the file that has it
@@ -129,8 +138,8 @@ def _parts(path: Path) -> tuple[GgufFile, _Owners]:
     return first, owners
 
 
-def _config(file: GgufFile, owners: _Owners) -> TransformerConfig:
-    prefix = "llama."
+def _config(file: GgufFile, owners: _Owners, architecture: str) -> TransformerConfig:
+    prefix = f"{architecture}."
     values = {k.removeprefix(prefix): v for k, v in file.fields.items() if k.startswith(prefix)}
     for key in _BY_LAYER:
         if isinstance(values.get(key), np.ndarray) and len(set(values[key].tolist())) == 1:
@@ -159,6 +168,7 @@ def _config(file: GgufFile, owners: _Owners) -> TransformerConfig:
         "norm_eps": read.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": read.real("rope.freq_base", 10000.0),
         "tied": "output.weight" not in owners,
+        **_ARCHITECTURES[architecture],
     }
     try:
         return _with_rope_scaling(TransformerConfig(**fields), read, owners, file.path)
@@ -208,8 +218,11 @@ def _tensor(owners: _Owners, name: str, n_dims: int, path: Path) -> GgufTensor:
     return tensor
 
 
-def _params(owners: _Owners, config: TransformerConfig, path: Path) -> tuple[Param, ...]:
-    """Every parameter, from tensors whose presence and shape are checked; every tensor must be used."""
+def _params(owners: _Owners, config: TransformerConfig, path: Path, permuted: bool) -> tuple[Param, ...]:
+    """Every parameter, from tensors whose presence and shape are checked; every tensor must be used.
+
+    permuted: the rows of queries and keys are.
+    """
     used = {_ROPE_FREQS}
     params = []
     for name, shape in named_shapes(config).items():
@@ -218,10 +231,10 @@ def _params(owners: _Owners, config: TransformerConfig, path: Path) -> tuple[Par
             tensor = _tensor(owners, source, len(part_shape), path)
             require(tensor.shape == part_shape, f"{owners[source].path}: {source}", f"shape {part_shape}", tensor.shape)
             used.add(source)
-            parts.append((owners[source], tensor, _row_order(source, config)))
+            parts.append((owners[source], tensor, _row_order(source, config) if permuted else None))
         params.append(Param(name, shape, lambda parts=parts: _blocks(parts)))  # type: ignore[misc]
     surplus = sorted(owners.keys() - used)
-    require(not surplus, f"{path}: tensors", "none beyond a llama model's", surplus)
+    require(not surplus, f"{path}: tensors", "none beyond those of the model", surplus)
     return tuple(params)
 
 

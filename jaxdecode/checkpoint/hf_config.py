@@ -1,4 +1,4 @@
-"""``config.json`` of Hugging Face directories: Llama and Mistral models, to and from ``TransformerConfig``.
+"""``config.json`` of Hugging Face directories: models of the families below, to and from ``TransformerConfig``.
 
 Every field that changes what the model computes is used or refused by name. Fields that other architectures have are
 refused too where they would change it, unless they say "off"; what only matters in training is left alone.
@@ -7,7 +7,7 @@ refused too where they would change it, unless they say "off"; what only matters
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdecode.checkpoint.fields import Fields
 from jaxdecode.checks import require
@@ -15,8 +15,27 @@ from jaxdecode.models.transformer import RopeScaling, TransformerConfig
 
 __all__ = ["config_from_json", "config_to_json"]
 
-LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
-_TYPES = {LLAMA: "llama", MISTRAL: "mistral"}
+
+class _Family(NamedTuple):
+    """Of an architecture: its model_type, what is always so (fields of the config), and values of missing fields.
+
+    kv_heads, head_dim: None: as many as heads, hidden_size over heads. window: whether queries may see a window only.
+    """
+
+    type: str
+    fields: Mapping[str, Any] = {}
+    context: int = 2048
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family("llama"),
+    "MistralForCausalLM": _Family("mistral", context=1 << 17, kv_heads=8, window=4096),
+    "Qwen2ForCausalLM": _Family("qwen2", {"qkv_bias": True}, 1 << 15, 32),
+    "Qwen3ForCausalLM": _Family("qwen3", {"qk_norm": True}, 1 << 15, 32, 128),
+}
 
 # Fields of llama configs, and of their relatives, that change the computation -> the values that leave it as it is.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -54,49 +73,50 @@ _LLAMA3 = {"low_freq_factor", "high_freq_factor", "original_max_position_embeddi
 
 
 def config_from_json(values: Mapping[str, Any], where: str) -> TransformerConfig:
-    """The config of a llama-family model. ValueError, naming ``where`` and the field, for anything else."""
+    """The config of a model of these families. ValueError, naming ``where`` and the field, for anything else."""
     read = Fields(values, f"{where}: ")
     architectures = values.get("architectures")
-    known = [[name] for name in _TYPES]
+    known = [[name] for name in _FAMILIES]
     expected = " or ".join(map(repr, known))
     require(architectures in known, read.name("architectures"), expected, repr(architectures))
-    kind = architectures[0]
-    read.only("model_type", read.get("model_type", str, _TYPES[kind]), _TYPES[kind])
+    family = _FAMILIES[architectures[0]]
+    read.only("model_type", read.get("model_type", str, family.type), family.type)
     read.only("hidden_act", read.get("hidden_act", str, "silu"), "silu", "swish")
-    context = read.size("max_position_embeddings", 2048 if kind == LLAMA else 1 << 17)
+    context = read.size("max_position_embeddings", family.context)
     for key, off in _OFF.items():
         if values.get(key) is not None and not (key == "layer_types" and set(values[key]) == {"full_attention"}):
             read.only(key, values[key], *off)
     d_model, n_heads = read.size("hidden_size"), read.size("num_attention_heads")
-    if values.get("head_dim") is None:
+    if values.get("head_dim") is None and family.head_dim is None:
         require(d_model % n_heads == 0, read.name("hidden_size"), f"a multiple of {n_heads} heads", d_model)
-    head_dim = read.size("head_dim", max(1, d_model // n_heads), most=1 << 16)
+    head_dim = read.size("head_dim", family.head_dim or max(1, d_model // n_heads), most=1 << 16)
     fields: dict[str, Any] = {
         "vocab_size": read.size("vocab_size"),
         "d_model": d_model,
         "n_layers": read.size("num_hidden_layers"),
         "n_heads": n_heads,
-        "n_kv_heads": read.size("num_key_value_heads", n_heads if kind == LLAMA else 8),
+        "n_kv_heads": read.size("num_key_value_heads", family.kv_heads or n_heads),
         "head_dim": head_dim,
         "d_mlp": read.size("intermediate_size"),
         "context_length": context,
         "norm_eps": read.real("rms_norm_eps", 1e-6),
         "tied": read.get("tie_word_embeddings", bool, False),
+        **family.fields,
     }
-    fields |= {**_rope(read, context, head_dim), "sliding_window": _window(read, kind, context)}
+    fields |= {**_rope(read, context, head_dim), "sliding_window": _window(read, family, context)}
     try:
         return TransformerConfig(**fields)
     except ValueError as error:  # numbers that do not fit each other
         raise ValueError(f"{where}: {error}") from None
 
 
-def _window(read: Fields, kind: str, context: int) -> int | None:
-    """Tokens that a query sees, its own included, of a Mistral; None where the context is no longer."""
-    given = read.values.get("sliding_window", 4096 if kind == MISTRAL else None)
+def _window(read: Fields, family: _Family, context: int) -> int | None:
+    """Tokens that a query sees, its own included; None where the context is no longer."""
+    given = read.values.get("sliding_window", family.window)
     if given is None or read.values.get("use_sliding_window") is False:
         return None
-    window = read.size("sliding_window", 4096)
-    if kind == LLAMA:
+    window = read.size("sliding_window", family.window)
+    if family.window is None:
         require(window >= context, read.name("sliding_window"), f"none, or at least the context of {context}", window)
     return None if window >= context else window
 
@@ -135,14 +155,10 @@ def _rope(read: Fields, context: int, head_dim: int) -> dict[str, Any]:
 
 def config_to_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """``config.json`` for a config and a dtype by name. ValueError for what no such file can state."""
-    window, sinks = config.sliding_window, config.attention_sinks
-    expected = "None or one number: no config.json of these families states one for each layer"
-    require(not isinstance(window, tuple), "save: config.sliding_window", expected, window)
-    require(sinks == 0, "save: config.attention_sinks", "0: no config.json of these families states them", sinks)
-    kind = LLAMA if window is None else MISTRAL
+    kind, window = _architecture(config), config.sliding_window
     return {
         "architectures": [kind],
-        "model_type": _TYPES[kind],
+        "model_type": _FAMILIES[kind].type,
         **({} if window is None else {"sliding_window": window}),
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -161,6 +177,21 @@ def config_to_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         "mlp_bias": False,
         "torch_dtype": dtype,
     }
+
+
+def _architecture(config: TransformerConfig) -> str:
+    """The family that has just the features of ``config``. ValueError if none has."""
+    window, sinks = config.sliding_window, config.attention_sinks
+    expected = "None or one number: no config.json of these families states one for each layer"
+    require(not isinstance(window, tuple), "save: config.sliding_window", expected, window)
+    require(sinks == 0, "save: config.attention_sinks", "0: no config.json of these families states them", sinks)
+    wanted = (config.qkv_bias, config.qk_norm, window is not None)
+    for name, family in _FAMILIES.items():
+        has = (family.fields.get("qkv_bias", False), family.fields.get("qk_norm", False), family.window is not None)
+        if has == wanted:
+            return name
+    told = f"qkv_bias {wanted[0]}, qk_norm {wanted[1]}, a sliding window {wanted[2]}"
+    raise ValueError(f"save: config: expected at most one of these features, got {told}")
 
 
 def _rope_scaling(config: TransformerConfig) -> dict[str, Any] | None:

@@ -34,6 +34,9 @@ NAMES = Names(
     parts={
         "attn_norm": ("input_layernorm.weight",),
         "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        "q_norm": ("self_attn.q_norm.weight",),
+        "k_norm": ("self_attn.k_norm.weight",),
         "out": ("self_attn.o_proj.weight",),
         "mlp_norm": ("post_attention_layernorm.weight",),
         "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -126,7 +129,7 @@ def _params(tensors: dict[str, _Tensor], config: TransformerConfig, folder: Path
         params[0] = _tied(params[0], _checked(tensors, head, params[0].shape, folder))
         used.add(head)
     surplus = sorted(tensors.keys() - used)
-    require(not surplus, f"{folder}: tensors", "none beyond a llama model's", surplus)
+    require(not surplus, f"{folder}: tensors", "none beyond those of the model", surplus)
     return tuple(params)
 
 

@@ -57,8 +57,10 @@ class Names(NamedTuple):
         _, number, kind = name.split(".")
         tensors = [self.layer.format(number) + part for part in self.parts[kind]]
         kv_rows = config.n_kv_heads * config.head_dim
+        qkv = [config.n_heads * config.head_dim, kv_rows, kv_rows]
         rows = {
-            "qkv": [config.n_heads * config.head_dim, kv_rows, kv_rows],
+            "qkv": qkv,
+            "qkv_bias": qkv,
             "gate_up": [config.d_mlp, config.d_mlp],
         }.get(kind, [shape[0]])
         return [(tensor, (n, *shape[1:])) for tensor, n in zip(tensors, rows, strict=True)]

@@ -2,7 +2,8 @@
 
 Params: ``{"embed": [V,D], "layers": ({"attn_norm": [D], "qkv": [(H+2K)h, D], "out": [D, Hh], "mlp_norm": [D],
 "gate_up": [2F, D], "down": [D, F]}, ...), "norm": [D]}``, and ``"head": [V,D]`` unless it is tied to the embedding.
-Query and key rows follow the rotate-half convention. Activations are feature-major: [D, B*S], row b's tokens side by
+Where the config says so, a layer has ``"qkv_bias": [(H+2K)h]``, and ``"q_norm": [h]`` and ``"k_norm": [h]`` too. Query
+and key rows follow the rotate-half convention. Activations are feature-major: [D, B*S], row b's tokens side by
 side.
 """
 
@@ -52,7 +53,8 @@ class TransformerConfig:
     """Static shape of a llama-family model; ``rope_freqs`` (h/2 divisors) as some GGUF files give them.
 
     sliding_window: tokens that a query sees, its own included: one number for all layers, or one a layer; None: all.
-    attention_sinks: of layers with a window, the first tokens that every query sees too.
+    attention_sinks: of layers with a window, the first tokens that every query sees too. qkv_bias: queries, keys and
+    values have a bias. qk_norm: every head's queries and keys are normed (RMSNorm) before they are turned.
     """
 
     vocab_size: int
@@ -70,6 +72,8 @@ class TransformerConfig:
     tied: bool = True
     sliding_window: int | tuple[int | None, ...] | None = None
     attention_sinks: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -105,31 +109,37 @@ class TransformerConfig:
 def param_shapes(config: TransformerConfig) -> dict[str, Any]:
     """The pytree of params with a shape at each leaf."""
     d, h, f = config.d_model, config.head_dim, config.d_mlp
-    layer = {
+    rows = (config.n_heads + 2 * config.n_kv_heads) * h
+    layer: dict[str, tuple[int, ...]] = {
         "attn_norm": (d,),
-        "qkv": ((config.n_heads + 2 * config.n_kv_heads) * h, d),
+        "qkv": (rows, d),
         "out": (d, config.n_heads * h),
         "mlp_norm": (d,),
         "gate_up": (2 * f, d),
         "down": (d, f),
     }
+    if config.qkv_bias:
+        layer["qkv_bias"] = (rows,)
+    if config.qk_norm:
+        layer |= {"q_norm": (h,), "k_norm": (h,)}
     shapes = {"embed": (config.vocab_size, d), "layers": (layer,) * config.n_layers, "norm": (d,)}
     return shapes if config.tied else {**shapes, "head": (config.vocab_size, d)}
 
 
 def init_params(config: TransformerConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Random params: normal with variance 1 / inputs, norms 1."""
-    shapes, tree = jax.tree.flatten(
+    """Random params: normal with variance 1 / inputs, norms 1, biases 0."""
+    shapes, tree = jax.tree_util.tree_flatten_with_path(
         param_shapes(config), is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int)
     )
     keys = jax.random.split(key, len(shapes))
 
-    def leaf(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    def leaf(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         if len(shape) == 1:
-            return jnp.ones(shape, dtype)
+            return jnp.full(shape, 0 if "bias" in name else 1, dtype)
         return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[1] ** -0.5, dtype)
 
-    return jax.tree.unflatten(tree, [leaf(shape, k) for shape, k in zip(shapes, keys, strict=True)])
+    leaves = [leaf(jax.tree_util.keystr(path), shape, k) for (path, shape), k in zip(shapes, keys, strict=True)]
+    return jax.tree.unflatten(tree, leaves)
 
 
 def frequencies(config: TransformerConfig) -> np.ndarray:
@@ -150,6 +160,13 @@ def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(np.promote_types(x.dtype, np.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=0, keepdims=True) + eps)
     return normed.astype(x.dtype) * scale[:, None]
+
+
+def _norm_heads(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the features of every head of x[heads, h, R]."""
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale[None, :, None]
 
 
 def _angles(config: TransformerConfig, position: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -176,8 +193,15 @@ def _attention(
 ) -> tuple[jax.Array, kvcache.Layer]:
     heads, kv, h = config.n_heads, config.n_kv_heads, config.head_dim
     batch, size = plan.position.shape
-    qkv = linear.matmul(params["qkv"], x).reshape(heads + 2 * kv, h, batch * size)
-    qk = _rotate(qkv[: heads + kv], *angles)
+    qkv = linear.matmul(params["qkv"], x)
+    if config.qkv_bias:
+        qkv = qkv + params["qkv_bias"][:, None]
+    qkv = qkv.reshape(heads + 2 * kv, h, batch * size)
+    qk = qkv[: heads + kv]
+    if config.qk_norm:
+        parts = ((qk[:heads], params["q_norm"]), (qk[heads:], params["k_norm"]))
+        qk = jnp.concatenate([_norm_heads(x, scale, config.norm_eps) for x, scale in parts])
+    qk = _rotate(qk, *angles)
     q = qk[:heads].reshape(kv, heads // kv, h, batch, size).transpose(3, 0, 1, 4, 2)
     new = jnp.stack([qk[heads:], qkv[heads + kv :]]).reshape(2, kv, h, batch, size).transpose(0, 3, 4, 1, 2)
     out, layer = kvcache.extend(q, new[0], new[1], past, plan)
