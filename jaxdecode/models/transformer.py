@@ -91,19 +91,18 @@ class TransformerConfig:
         checks.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)", self.head_dim)
         freqs = self.rope_freqs
         checks.require(freqs is None or len(freqs) == self.head_dim // 2, "rope_freqs", "head_dim / 2 numbers", freqs)
-        sizes = self._window_sizes()
-        ok = len(sizes) == self.n_layers and all(size is None or size >= 1 for size in sizes)
-        checks.require(ok, "sliding_window", "a positive whole number, or one or None a layer", self.sliding_window)
-        checks.require(self.attention_sinks >= 0, "attention_sinks", "a whole number >= 0", self.attention_sinks)
-
-    def _window_sizes(self) -> tuple[int | None, ...]:
         window = self.sliding_window
-        return window if isinstance(window, tuple) else (window,) * self.n_layers
+        sizes = window if isinstance(window, tuple) else (window,)
+        ok = not isinstance(window, tuple) or len(window) == self.n_layers
+        ok = ok and all(size is None or size >= 1 for size in sizes)
+        checks.require(ok, "sliding_window", "a positive whole number, or one or None a layer", window)
+        checks.require(self.attention_sinks >= 0, "attention_sinks", "a whole number >= 0", self.attention_sinks)
 
     def windows(self, slack: int) -> tuple[kvcache.Window | None, ...]:
         """What the cache is told of each layer."""
-        sinks = self.attention_sinks
-        return tuple(None if size is None else kvcache.Window(size, slack, sinks) for size in self._window_sizes())
+        window, sinks = self.sliding_window, self.attention_sinks
+        sizes = window if isinstance(window, tuple) else (window,) * self.n_layers
+        return tuple(None if size is None else kvcache.Window(size, slack, sinks) for size in sizes)
 
 
 def param_shapes(config: TransformerConfig) -> dict[str, Any]:
