@@ -76,10 +76,10 @@ def config_from_json(values: Mapping[str, Any], where: str) -> TransformerConfig
     """The config of a model of these families. ValueError, naming ``where`` and the field, for anything else."""
     read = Fields(values, f"{where}: ")
     architectures = values.get("architectures")
-    known = [[name] for name in _FAMILIES]
-    expected = " or ".join(map(repr, known))
-    require(architectures in known, read.name("architectures"), expected, repr(architectures))
-    family = _FAMILIES[architectures[0]]
+    named = {name: family for name, family in _FAMILIES.items() if architectures == [name]}
+    expected = " or ".join(repr([name]) for name in _FAMILIES)
+    require(len(named) == 1, read.name("architectures"), expected, repr(architectures))
+    (family,) = named.values()
     read.only("model_type", read.get("model_type", str, family.type), family.type)
     read.only("hidden_act", read.get("hidden_act", str, "silu"), "silu", "swish")
     context = read.size("max_position_embeddings", family.context)
