@@ -125,12 +125,12 @@ def test_S6_5_tokens_stay_while_the_margin_exceeds_what_logits_moved(draft: str)
     assert not same[both].all()
 
 
-@pytest.mark.parametrize("draft", [True, False])
-def test_S9_4_constrained_sequences_and_their_weights(draft: bool) -> None:
+@pytest.mark.parametrize("draft", ["good", "bad", "adversarial", "history"])
+def test_S9_4_constrained_sequences_and_their_weights(draft: str) -> None:
     """Each step's law is the model's conditional on the tokens that a choice goes on with (S9.3)."""
     end, start, choices = 3, 1, [(0, 1, 2), (0, 2), (1, 1, 1, 0), (2,)]
-    how: Any = {"draft": (MODEL, DRAFTS["bad"])} if draft else {}
-    more: Any = {"draft_length": 3} if draft else {"prompt_lookup": 3}
+    how: Any = {} if draft == "history" else {"draft": (MODEL, DRAFTS[draft])}
+    more: Any = {"prompt_lookup": 3} if draft == "history" else {"draft_length": 3}
     settings = jd.Settings(max_new_tokens=6, eos=[end], choices=[list(c) for c in choices], **more)
     prompts = np.tile(np.array([[0, 1, 1, 1, 0, 1]], np.int32), (3000, 1))
     out = jd.generate(MODEL, jnp.asarray(TABLE), prompts, key=jax.random.key(8), settings=settings, **how)
@@ -147,6 +147,7 @@ def test_S9_4_constrained_sequences_and_their_weights(draft: bool) -> None:
     assert p_value(found, law) > 1e-3
     np.testing.assert_allclose(out.log_weight, [weight[s] for s in found], atol=1e-5)
     assert out.acceptance is not None
+    assert np.asarray(out.acceptance.drafted).sum() > 0
     assert np.asarray(out.acceptance.accepted).sum() > 0
 
 
