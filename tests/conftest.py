@@ -27,7 +27,7 @@ LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "process
 LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
 # each part of the library.
-BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "decoders_table", "draw", "engine.py")
+BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "draw", "engine.py")
 BOTH += ("jax_faults", "kvcache", "operation_counts", "package", "programs", "quant", "real_model", "search")
 BOTH += ("settings", "transformer", "truncation")
 
