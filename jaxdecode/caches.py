@@ -18,6 +18,7 @@ import numpy as np
 from jaxdecode import __version__, base, checks, kvcache
 from jaxdecode.base import Bounded, Cache, Model, Params, Prompt
 from jaxdecode.generation import as_prompt, extend, vocab_size_of
+from jaxdecode.session import common_prefix
 
 __all__ = ["load_cache", "params_digest", "prefill", "refill", "save_cache"]
 
@@ -65,7 +66,7 @@ def refill(model: Model, params: Params, cache: Cache, held: Prompts, prompts: P
     prompt = _whole(model, params, prompts)
     _check_held(cache, held)
     checks.require(len(prompts) == len(held), "prompts", f"{len(held)} of them, one a row", len(prompts))
-    kept = np.array([_common(a, b) for a, b in zip(held, prompts, strict=True)], np.int32)
+    kept = np.array([common_prefix(a, b) for a, b in zip(held, prompts, strict=True)], np.int32)
     whole = np.array([len(row) for row in held], np.int32)
     if kvcache.only_nodes(cache):
         kept = np.where(kvcache.reaches_back(cache, kept), kept, 0)
@@ -84,10 +85,6 @@ def refill(model: Model, params: Params, cache: Cache, held: Prompts, prompts: P
         return cache
     left = [[*row[n:], 0] for row, n in zip(prompts, kept, strict=True)]
     return extend(model, params, cache, as_prompt(left, None, "right", vocab_size_of(model, params)))
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _bounded(cache: Cache) -> list[Bounded]:
