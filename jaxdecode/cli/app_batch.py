@@ -80,6 +80,9 @@ def batch(
     order: Annotated[OrderName, typer.Option(help="Results in the order of the lines, or as they finish.")] = "input",
     resume: Annotated[bool, typer.Option(help="Go on with the file that is there, or begin it anew.")] = True,
     share_prefixes: Annotated[bool, typer.Option(help="Compute what prompts have in common once.")] = True,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Each line's numbers to the last bit, whatever the others are.")
+    ] = False,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
@@ -116,5 +119,5 @@ def batch(
         compile_cache=not no_compile_cache,
         cache_dtype=cache_dtype,
     )
-    asked = Asked(source, target, slots, shard_of(shard), order == "input", resume, share_prefixes)
+    asked = Asked(source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant)
     raise typer.Exit(run(asked, request))

@@ -17,7 +17,7 @@ from jaxdecode.cli.choices import Request, Written, numbers
 if TYPE_CHECKING:
     from jaxdecode.text.tokenizer import Tokenizer
 
-__all__ = ["FORMAT", "VERSION", "described_files", "recorded", "versions"]
+__all__ = ["FORMAT", "VERSION", "described_files", "files_of", "recorded", "versions"]
 
 FORMAT, VERSION = "jaxdecode-record", 1
 _PIECE = 1 << 22  # bytes hashed at a time
@@ -38,14 +38,14 @@ def recorded(
             if (found := getattr(written.out, name)) is not None:
                 values[name] = numbers(found[row : row + 1])[0]
         outputs.append({"text": row_text.text, "tokens": row_text.tokens, "finish": written.finish[row], **values})
-    samples = {"num_samples": request.num_samples or 1, "top_logprobs": request.top_logprobs}
+    samples = {"num_samples": request.num_samples or 1, "best_of": request.best_of}
+    samples["top_logprobs"] = request.top_logprobs
     ends = {"eos": list(tokenizer.eos_ids), "stop_strings": list(request.stops)}
-    files = described_files(_files_of(request.model, progress), progress)
     return {
         "format": FORMAT,
         "version": VERSION,
         "versions": versions(),
-        "model": {"source": request.model, **request.loading, "files": files},
+        "model": {"source": request.model, **request.loading, "files": files_of(request.model, progress)},
         "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
         "settings": {**request.settings, **samples, **ends, **request.constraints},
         **_drafted(request, progress),
@@ -61,9 +61,8 @@ def _drafted(request: Request, progress: Report) -> dict[str, Any]:
     if not draft.wanted:
         return {}
     source = request.model if draft.model is None else draft.model
-    files = described_files(_files_of(source, progress), progress)
     about = {"source": source, **request.loading, "quantize": draft.quantize, "length": draft.length}
-    return {"draft": {**about, "files": files}}
+    return {"draft": {**about, "files": files_of(source, progress)}}
 
 
 def versions() -> dict[str, str]:
@@ -97,8 +96,9 @@ def described_files(files: Sequence[Path], progress: Report) -> list[dict[str, A
     return found
 
 
-def _files_of(model: str, progress: Report) -> Sequence[Path]:
+def files_of(model: str, progress: Report) -> list[dict[str, Any]]:
+    """``described_files`` of a source of ``load``. OSError: one cannot be read."""
     from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
 
-    return [] if model == TOY else find(model, progress).files
+    return [] if model == TOY else described_files(find(model, progress).files, progress)

@@ -1,0 +1,114 @@
+"""`jaxdecode verify`: a record is repeated to the last token, and the first one that differs is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_tools import N, TOY, assert_bad, call
+
+import jaxdecode as jd
+from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "greedy, ends at a text": ("--stop", "e"),
+    "samples": ("--temperature", "1", "--num-samples", "3", "--seed", "9", "--top-logprobs", "2"),
+    "best of": ("--temperature", "1", "--best-of", "4", "--num-samples", "2"),
+    "beams": ("--beams", "3", "--length-penalty", "1"),
+    "without replacement": ("--temperature", "1", "--num-samples", "3", "--without-replacement"),
+    "lookup": ("--temperature", "0.5", "--prompt-lookup", "3"),
+    "settings": (
+        *("--temperature", "0.9", "--top-p", "0.9", "--dry", "0.8,1.75,2", "--dry-breakers", "."),
+        *("--bad-words", "we", "--logit-bias", "97=-2", "--forced=-1=0", "--regex", "[a-z ]+", "--prefix", "h"),
+    ),
+}
+
+
+def recorded(path: Path, *options: str) -> Path:
+    assert call(*TOY, *options, "--record", str(path), "hello ").code == 0
+    return path
+
+
+def changed(path: Path, to: Path, **fields: Any) -> Path:
+    to.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return to
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_repeated(name: str, tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.json", *RUNS[name])
+    record = json.loads(path.read_text())
+    told = call("verify", "--no-compile-cache", "--json", str(path))
+    assert told.code == 0, told.err
+    tokens = sum(len(output["tokens"]) for output in record["outputs"])
+    assert json.loads(told.out) == {"same": True, "tokens": tokens, "difference": None, "versions_changed": {}}
+    assert tokens > len(record["outputs"])
+
+
+def test_the_first_difference_is_named_with_its_margins(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.json", "--temperature", "1", "--num-samples", "2")
+    record = json.loads(path.read_text())
+    first, second = record["outputs"]
+    was = second["tokens"][3]
+    second["tokens"][3], second["tokens"][5] = was ^ 1, second["tokens"][5] ^ 1
+    second["margins"][3] = 0.125
+    other = changed(path, tmp_path / "b.json", outputs=[first, second], versions=record["versions"] | {"jax": "0.0.1"})
+    told = call("verify", "--no-compile-cache", "--json", str(other))
+    assert told.code == 1
+    difference = json.loads(told.out)["difference"]
+    now = difference.pop("margin_now")
+    assert difference == {"output": 1, "token": 3, "recorded": was ^ 1, "got": was, "margin": 0.125}
+    assert now == json.loads(path.read_text())["outputs"][1]["margins"][3]
+    assert json.loads(told.out)["versions_changed"] == {"jax": ["0.0.1", record["versions"]["jax"]]}
+    told = call("verify", "--no-compile-cache", str(other))
+    assert told.out.startswith(f"different: output 2, token 4: {was ^ 1} ")
+    assert "margin in the record 0.125, now " in told.out
+    assert told.err == f"jax: 0.0.1 in the record, {record['versions']['jax']} here\n"
+
+
+def test_lengths_count_and_what_was_cancelled_may_go_on(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.json", "--temperature", "1")
+    (output,) = json.loads(path.read_text())["outputs"]
+    assert len(output["tokens"]) == N
+    cut = output | {"tokens": output["tokens"][:4]}
+    told = call("verify", "--no-compile-cache", "--json", str(changed(path, tmp_path / "b.json", outputs=[cut])))
+    assert json.loads(told.out)["difference"] == {
+        **{"output": 0, "token": 4, "recorded": None, "got": output["tokens"][4], "margin": None},
+        "margin_now": output["margins"][4],
+    }
+    cancelled = changed(path, tmp_path / "c.json", outputs=[cut | {"finish": "cancelled"}])
+    assert call("verify", "--no-compile-cache", str(cancelled)).out == "the same: 4 tokens of 1 outputs\n"
+
+
+def test_other_files_of_the_model_are_refused(tmp_path: Path) -> None:
+    config = TransformerConfig(258, 16, 1, 2, 1, 8, 16, 64)
+    toy = jd.load("toy")
+    loaded = toy._replace(model=transformer(config), params=init_params(config, jd.keys.jax.random.key(0)), config=config)
+    folder, other = tmp_path / "model", tmp_path / "other"
+    jd.save(loaded, folder)
+    path = tmp_path / "run.json"
+    arguments = ("--model", str(folder), "--max-new-tokens", "4", "--no-compile-cache", "--draft-quantize", "int8")
+    assert call("generate", *arguments, "--record", str(path), "hello ").code == 0
+    assert call("verify", "--no-compile-cache", str(path)).out == "the same: 4 tokens of 1 outputs\n"
+    shutil.copytree(folder, other)
+    weights = next(other.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    record = json.loads(path.read_text())
+    changed(path, path, model=record["model"] | {"source": str(other)})
+    assert_bad(call("verify", str(path)), f"model: {weights.name}: expected the SHA-256 ")
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.json")
+    record = json.loads(path.read_text())
+    for fields, about in (
+        ({"format": "x"}, "format: expected 'jaxdecode-record'"),
+        ({"version": 99}, "version: expected 1 to 1"),
+        ({"settings": {}}, "record: expected the fields of a record"),
+        ({"settings": record["settings"] | {"eos": [5]}}, "eos: expected the recorded ids [5]"),
+    ):
+        assert_bad(call("verify", str(changed(path, tmp_path / "b.json", **fields))), about)
+    assert_bad(call("verify", str(tmp_path / "none.json")), "none.json")
