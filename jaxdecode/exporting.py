@@ -71,7 +71,7 @@ def export_generate(
     decoder: Decoder | None = None,
     draft: tuple[Model, Params] | None = None,
 ) -> jax.export.Exported:
-    """``generate`` for B prompts of at most S tokens, as a ``jax.export.Exported``: write its ``serialize()`` to a file.
+    """``generate`` for B prompts of at most S tokens, as a ``jax.export.Exported``; its ``serialize()`` is the file.
 
     It is called with ``named_params(params)``, a dict of inputs and a key, and returns the fields of ``Generated`` that
     are not None. Inputs: ``tokens`` int32 [B,S] (padded on the right), ``lengths`` int32 [B], and for every setting of
@@ -138,18 +138,21 @@ def load_exported(file: bytes | bytearray) -> Call:
         exported = jax.export.deserialize(bytearray(file))
     except Exception as error:
         raise ValueError(f"file: expected what jax.export wrote, got {type(error).__name__}: {error}") from None
-    low, high = (
-        jax.export.minimum_supported_calling_convention_version,
-        jax.export.maximum_supported_calling_convention_version,
-    )
+    low = jax.export.minimum_supported_calling_convention_version
+    high = jax.export.maximum_supported_calling_convention_version
     version = exported.calling_convention_version
     checks.require(
-        low <= version <= high, "file", f"a calling convention of versions {low} to {high} (jax {jax.__version__})", version
+        low <= version <= high,
+        "file",
+        f"a calling convention of versions {low} to {high}",
+        version,
     )
     here = jax.default_backend()
     names = {"gpu": ("cuda", "rocm")}.get(here, (here,))
     platforms = exported.platforms
-    checks.require(any(n in platforms for n in names), "file", f"a program for {here}", f"one for {', '.join(platforms)}")
+    checks.require(
+        any(n in platforms for n in names), "file", f"a program for {here}", "one for " + ", ".join(platforms)
+    )
     (specs, inputs, _), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     run = jax.jit(exported.call)
 

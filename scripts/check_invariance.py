@@ -21,13 +21,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA logs an error for each program it reads back
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import numpy as np
 
-import jaxdecode as jd  # noqa: E402
-from jaxdecode.engine import Engine, Options, Request  # noqa: E402
-from jaxdecode.keys import row_keys  # noqa: E402
-from jaxdecode.models.transformer import TransformerConfig, init_params, transformer  # noqa: E402
+import jaxdecode as jd
+from jaxdecode.engine import Engine, Options, Request
+from jaxdecode.keys import row_keys
+from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
 
 ROWS, SLOTS = 64, 8
 SHAPES = {"slots": SLOTS, "staged": 4, "chunk": 16, "prefixes": 0}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
-from cli_tools import N, TOY, assert_bad, call
+from cli_tools import TOY, N, assert_bad, call
 
 import jaxdecode as jd
 from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
@@ -76,7 +78,11 @@ def test_lengths_count_and_what_was_cancelled_may_go_on(tmp_path: Path) -> None:
     cut = output | {"tokens": output["tokens"][:4]}
     told = call("verify", "--no-compile-cache", "--json", str(changed(path, tmp_path / "b.json", outputs=[cut])))
     assert json.loads(told.out)["difference"] == {
-        **{"output": 0, "token": 4, "recorded": None, "got": output["tokens"][4], "margin": None},
+        "output": 0,
+        "token": 4,
+        "recorded": None,
+        "got": output["tokens"][4],
+        "margin": None,
         "margin_now": output["margins"][4],
     }
     cancelled = changed(path, tmp_path / "c.json", outputs=[cut | {"finish": "cancelled"}])
@@ -84,9 +90,9 @@ def test_lengths_count_and_what_was_cancelled_may_go_on(tmp_path: Path) -> None:
 
 
 def test_other_files_of_the_model_are_refused(tmp_path: Path) -> None:
-    config = TransformerConfig(258, 16, 1, 2, 1, 8, 16, 64)
+    config = TransformerConfig(257, 16, 1, 2, 1, 8, 16, 64)
     toy = jd.load("toy")
-    loaded = toy._replace(model=transformer(config), params=init_params(config, jd.keys.jax.random.key(0)), config=config)
+    loaded = toy._replace(model=transformer(config), params=init_params(config, jax.random.key(0)), config=config)
     folder, other = tmp_path / "model", tmp_path / "other"
     jd.save(loaded, folder)
     path = tmp_path / "run.json"
@@ -112,3 +118,33 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     ):
         assert_bad(call("verify", str(changed(path, tmp_path / "b.json", **fields))), about)
     assert_bad(call("verify", str(tmp_path / "none.json")), "none.json")
+
+
+BATCH = ("--model", "toy", "--no-compile-cache", "--max-new-tokens", "12", "--temperature", "1", "--seed", "4")
+
+
+def test_a_batch_is_repeated_and_the_first_difference_named(tmp_path: Path) -> None:
+    source, target, record = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "run.json"))
+    body = {"model": "toy", "prompt": "we ", "max_tokens": 5, "n": 2}
+    lines: list[dict[str, Any]] = [{"id": f"a{i}", "prompt": "hello "[: i + 2], "temperature": i % 2} for i in range(5)]
+    lines += [{"id": "bad"}, {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ("batch", *BATCH, "--slots", "2", "--stop", "e", "--record", str(record), str(source), str(target))
+    assert call(*arguments).code == 0
+    told = call("verify", "--json", str(record))
+    tokens = sum(len(c["tokens"]) for c in map(json.loads, target.read_text().splitlines()) if "tokens" in c) + 10
+    same = {"same": True, "lines": 6, "difference": None, "versions_changed": {}}
+    assert (told.code, json.loads(told.out)) == (0, {**same, "tokens": tokens})
+    results = [json.loads(line) for line in target.read_text().splitlines()]
+    was = results[3]["tokens"][1]
+    results[3]["tokens"][1] = was ^ 1
+    results[6]["response"]["body"]["choices"][1]["token_ids"][0] ^= 1
+    target.write_text("".join(json.dumps(line) + "\n" for line in results))
+    assert_bad(call("verify", str(record)), f"output: {target}: expected the SHA-256 ")
+    told_of = json.loads(record.read_text())
+    digest = hashlib.sha256(target.read_bytes()).hexdigest()
+    changed(record, record, output=told_of["output"] | {"sha256": digest})
+    told = call("verify", str(record))
+    assert told.code == 1
+    assert told.out.startswith(f"different: line 4 (a3), output 1, token 2: {was ^ 1} ")
+    assert "; margin now " in told.out

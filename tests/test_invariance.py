@@ -73,7 +73,8 @@ def test_a_row_that_looks_at_its_neighbours_is_found(script: Any) -> None:
 def test_a_batch_command_is_invariant_if_asked(tmp_path: Path) -> None:
     """Prefixes are then not looked for; nothing else differs."""
     source = tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps({"id": str(i), "prompt": "the same beginning " * 4 + str(i)}) + "\n" for i in range(6)))
+    lines = [{"id": str(i), "prompt": "the same beginning " * 4 + str(i)} for i in range(6)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = {}
     for flag in ("--no-share-prefixes", "--invariant"):
         target = tmp_path / f"out{flag}.jsonl"

@@ -83,6 +83,9 @@ def batch(
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Each line's numbers to the last bit, whatever the others are.")
     ] = False,
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write all that `verify` needs to repeat this to a JSON file.")
+    ] = None,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
@@ -119,5 +122,7 @@ def batch(
         compile_cache=not no_compile_cache,
         cache_dtype=cache_dtype,
     )
-    asked = Asked(source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant)
+    asked = Asked(
+        source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant, record
+    )
     raise typer.Exit(run(asked, request))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,17 @@ from jaxdecode.cli.choices import Request, Written, numbers
 if TYPE_CHECKING:
     from jaxdecode.text.tokenizer import Tokenizer
 
-__all__ = ["FORMAT", "VERSION", "described_files", "files_of", "recorded", "versions"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "check_files",
+    "check_hash",
+    "described_files",
+    "files_of",
+    "recorded",
+    "recorded_batch",
+    "versions",
+]
 
 FORMAT, VERSION = "jaxdecode-record", 1
 _PIECE = 1 << 22  # bytes hashed at a time
@@ -52,6 +62,21 @@ def recorded(
         "seed": request.seed,
         "keys": {"impl": "threefry2x32", "words": written.keys},
         "outputs": outputs,
+    }
+
+
+def recorded_batch(source: Path, target: Path, run: dict[str, Any], model: str, progress: Report) -> dict[str, Any]:
+    """The record of a batch that is done: how it ran, and its two files. OSError: one cannot be read."""
+    (lines,), (results,) = described_files([source], progress), described_files([target], progress)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "batch",
+        "versions": versions(),
+        "model": {"source": model, "files": files_of(model, progress)},
+        "input": {**lines, "path": str(source.resolve())},
+        "output": {**results, "path": str(target.resolve())},
+        "run": run,
     }
 
 
@@ -102,3 +127,18 @@ def files_of(model: str, progress: Report) -> list[dict[str, Any]]:
     from jaxdecode.checkpoint.catalogue import TOY
 
     return [] if model == TOY else described_files(find(model, progress).files, progress)
+
+
+def check_files(record: Mapping[str, Any], progress: Report) -> None:
+    """ValueError unless the models' files are those that were recorded, byte for byte."""
+    for name in ("model", "draft"):
+        if name not in record:
+            continue
+        now = {f["file"]: f["sha256"] for f in files_of(record[name]["source"], progress)}
+        for file in record[name]["files"]:
+            check_hash(f"{name}: {file['file']}", file["sha256"], now.get(file["file"]))
+
+
+def check_hash(what: str, expected: str, got: str | None) -> None:
+    if got != expected:
+        raise ValueError(f"{what}: expected the SHA-256 {expected}, got {got or 'no such file'}")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json as json_text
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import typer
 
 from jaxdecode.cli import constraining, drafting, generate
 from jaxdecode.cli.choices import CANCELLED, Request, Written, best, numbers, token_text
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.drafting import Draft
 from jaxdecode.cli.files import read_json
-from jaxdecode.cli.record import FORMAT, VERSION, files_of, versions
+from jaxdecode.cli.record import FORMAT, VERSION, check_files, versions
 from jaxdecode.cli.terminal import Progress, bad_input, show
+from jaxdecode.cli.verify_batch import verify_batch
 
 __all__ = ["Difference", "compared", "request_of", "run"]
 
@@ -84,8 +86,10 @@ def run(path: str, *, json: bool, compile_cache: bool) -> int:
 
         with bad_input():
             record = read_json(Path(path).expanduser(), FORMAT, VERSION)
+            if record.get("kind") == "batch":
+                return verify_batch(record, progress, json=json)
             request = request_of(record)
-            _check_files(record, progress)
+            check_files(record, progress)
             loaded = jaxdecode.load(request.model, **request.loading, progress=progress)
             draft = drafting.load_draft(loaded, request.model, request.draft, request.loading, progress)
             eos = list(loaded.tokenizer.eos_ids)
@@ -102,19 +106,6 @@ def run(path: str, *, json: bool, compile_cache: bool) -> int:
         return 130
     _tell(record, written, lambda i: token_text(loaded.tokenizer, i), json)
     return 0 if compared(record, written) is None else 1
-
-
-def _check_files(record: Mapping[str, Any], progress: Progress) -> None:
-    """ValueError unless the models' files are those that were recorded, byte for byte."""
-    for name in ("model", "draft"):
-        if name not in record:
-            continue
-        now = {f["file"]: f["sha256"] for f in files_of(record[name]["source"], progress)}
-        for file in record[name]["files"]:
-            found = now.get(file["file"])
-            if found != file["sha256"]:
-                got = "no such file" if found is None else found
-                raise ValueError(f"{name}: {file['file']}: expected the SHA-256 {file['sha256']}, got {got}")
 
 
 def compared(record: Mapping[str, Any], written: Written) -> Difference | None:
@@ -146,7 +137,7 @@ def _tell(record: Mapping[str, Any], written: Written, text_of: Callable[[int], 
         show(json_text.dumps(told, ensure_ascii=False) + "\n")
         return
     for name, (then, here) in changed.items():
-        print(f"{name}: {then} in the record, {here} here", file=sys.stderr)
+        typer.echo(f"{name}: {then} in the record, {here} here", err=True)
     if difference is None:
         show(f"the same: {tokens} tokens of {len(record['outputs'])} outputs\n")
         return
