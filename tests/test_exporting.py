@@ -147,3 +147,10 @@ def test_refusals() -> None:
             call(params, numbers, KEY)
     with pytest.raises(ValueError, match="batch_size"):
         jd.export_generate(MODEL, PARAMS, batch_size=0, prompt_len=6)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "scripts" / "examples" / "export_generate.py"
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "bytes for cpu" in done.stdout
