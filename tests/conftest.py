@@ -32,6 +32,11 @@ BOTH += ("jax_faults", "kvcache", "operation_counts", "package", "programs", "qu
 BOTH += ("settings", "transformer", "truncation")
 
 
+# The files that take longest, longest first: begun last, one of them would run on while the other workers are idle.
+LONG = ("real_model", "decoders_table", "constraints.py", "docs", "quant", "transformer.py", "processing.py")
+LONG += ("engine_schedules", "cli_results", "cli_batch", "speculative", "beam", "checkpoint_quantized", "real_engine")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name = item.path.name.removeprefix("test_")
@@ -39,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("logic")
         if name.startswith(BOTH):
             item.add_marker("both")
+    items.sort(key=lambda item: _rank(item.path.name.removeprefix("test_")))
+
+
+def _rank(name: str) -> int:
+    """The place in ``LONG``; sorting keeps the order of all others."""
+    return next((i for i, long in enumerate(LONG) if name.startswith(long)), len(LONG))
 
 
 @pytest.fixture(autouse=True, scope="module")
