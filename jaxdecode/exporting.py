@@ -53,8 +53,10 @@ def named_params(params: Params) -> dict[str, jax.Array]:
 def _input_specs(settings: Settings, batch_size: int, prompt_len: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the inputs: tokens, lengths, and a number a row of every setting that has a number."""
     specs: dict[str, Any] = {"tokens": ((batch_size, prompt_len), np.int32), "lengths": ((batch_size,), np.int32)}
+    grammar = any(getattr(settings, name) is not None for name in ("regex", "json_schema", "choices"))
+    absent = {"length_penalty": settings.beams is None, "min_new_tokens": grammar}  # a grammar counts what is left
     for name, dtype in INPUTS.items():
-        if getattr(settings, name) is not None and (name != "length_penalty" or settings.beams is not None):
+        if getattr(settings, name) is not None and not absent.get(name, False):
             specs[name] = ((batch_size,), dtype)
     return {name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, (shape, dtype) in specs.items()}
 
@@ -75,8 +77,8 @@ def export_generate(
 
     It is called with ``named_params(params)``, a dict of inputs and a key, and returns the fields of ``Generated`` that
     are not None. Inputs: ``tokens`` int32 [B,S] (padded on the right), ``lengths`` int32 [B], and for every setting of
-    ``INPUTS`` that ``settings`` gives, its name and one number a row. All else (N, end ids, grammars, beams, ...) is
-    part of the program. platforms: of "cpu", "cuda", "rocm", "tpu" (default: the one here). With a draft, params are
+    ``INPUTS`` that ``settings`` gives, its name and one number a row (but no ``min_new_tokens`` beside a grammar). All
+    else (N, end ids, grammars, beams, ...) is part of the program. platforms: of "cpu", "cuda", "rocm", "tpu" (default: the one here). With a draft, params are
     ``named_params((params, draft's params))``. Arrays of params may be ``jax.ShapeDtypeStruct``. ValueError as from
     ``generate``.
 
@@ -136,6 +138,8 @@ def load_exported(file: bytes | bytearray) -> Call:
     """
     try:
         exported = jax.export.deserialize(bytearray(file))
+    except ImportError as error:
+        raise ImportError("exported programs need flatbuffers: pip install 'jaxdecode[export]'") from error
     except Exception as error:
         raise ValueError(f"file: expected what jax.export wrote, got {type(error).__name__}: {error}") from None
     low = jax.export.minimum_supported_calling_convention_version

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
-from cli_tools import TOY, N, assert_bad, call
-
-import jaxdecode as jd
-from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
+from cli_tools import TOY, assert_bad, call
+from tiny_gguf import tiny, write
 
 RUNS: dict[str, tuple[str, ...]] = {
     "greedy, ends at a text": ("--stop", "e"),
@@ -24,7 +20,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "lookup": ("--temperature", "0.5", "--prompt-lookup", "3"),
     "settings": (
         *("--temperature", "0.9", "--top-p", "0.9", "--dry", "0.8,1.75,2", "--dry-breakers", "."),
-        *("--bad-words", "we", "--logit-bias", "97=-2", "--forced=-1=0", "--regex", "[a-z ]+", "--prefix", "h"),
+        *("--bad-words", "we", "--logit-bias", "97=-2", "--regex", "[a-z ]+", "--prefix", "h"),
     ),
 }
 
@@ -74,7 +70,7 @@ def test_the_first_difference_is_named_with_its_margins(tmp_path: Path) -> None:
 def test_lengths_count_and_what_was_cancelled_may_go_on(tmp_path: Path) -> None:
     path = recorded(tmp_path / "run.json", "--temperature", "1")
     (output,) = json.loads(path.read_text())["outputs"]
-    assert len(output["tokens"]) == N
+    assert len(output["tokens"]) > 5
     cut = output | {"tokens": output["tokens"][:4]}
     told = call("verify", "--no-compile-cache", "--json", str(changed(path, tmp_path / "b.json", outputs=[cut])))
     assert json.loads(told.out)["difference"] == {
@@ -89,22 +85,15 @@ def test_lengths_count_and_what_was_cancelled_may_go_on(tmp_path: Path) -> None:
     assert call("verify", "--no-compile-cache", str(cancelled)).out == "the same: 4 tokens of 1 outputs\n"
 
 
-def test_other_files_of_the_model_are_refused(tmp_path: Path) -> None:
-    config = TransformerConfig(257, 16, 1, 2, 1, 8, 16, 64)
-    toy = jd.load("toy")
-    loaded = toy._replace(model=transformer(config), params=init_params(config, jax.random.key(0)), config=config)
-    folder, other = tmp_path / "model", tmp_path / "other"
-    jd.save(loaded, folder)
-    path = tmp_path / "run.json"
-    arguments = ("--model", str(folder), "--max-new-tokens", "4", "--no-compile-cache", "--draft-quantize", "int8")
-    assert call("generate", *arguments, "--record", str(path), "hello ").code == 0
-    assert call("verify", "--no-compile-cache", str(path)).out == "the same: 4 tokens of 1 outputs\n"
-    shutil.copytree(folder, other)
-    weights = next(other.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    record = json.loads(path.read_text())
-    changed(path, path, model=record["model"] | {"source": str(other)})
-    assert_bad(call("verify", str(path)), f"model: {weights.name}: expected the SHA-256 ")
+def test_other_files_of_the_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXDECODE_CACHE", str(tmp_path / "cache"))
+    model, path = write(tmp_path / "tiny.gguf", tiny()), tmp_path / "run.json"
+    arguments = ("--model", str(model), "--max-new-tokens", "4", "--no-compile-cache", "--draft-quantize", "int8")
+    assert call("generate", *arguments, "--record", str(path), "the end").code == 0
+    tokens = len(json.loads(path.read_text())["outputs"][0]["tokens"])
+    assert call("verify", "--no-compile-cache", str(path)).out == f"the same: {tokens} tokens of 1 outputs\n"
+    model.write_bytes(model.read_bytes() + b"\0")
+    assert_bad(call("verify", str(path)), "model: tiny.gguf: expected the SHA-256 ")
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:

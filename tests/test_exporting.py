@@ -43,7 +43,9 @@ def settings(name: str) -> jd.Settings:
 def inputs(name: str) -> dict[str, Any]:
     """Other numbers than those of the settings that were exported."""
     exported = settings(name)
-    given: dict[str, Any] = {"tokens": TOKENS, "lengths": LENGTHS, "min_new_tokens": np.array([0, 2], np.int32)}
+    given: dict[str, Any] = {"tokens": TOKENS, "lengths": LENGTHS}
+    if name != "choices":
+        given["min_new_tokens"] = np.array([0, 2], np.int32)
     given["temperature"] = np.array([0.7, 0.0 if name in ("sampling", "greedy and others") else 1.1], np.float32)
     more = {"top_k": [5, 0], "top_p": [0.9, 0.7], "repetition_penalty": [1.0, 1.3], "min_p": [0.0, 0.1]}
     for option, values in more.items():

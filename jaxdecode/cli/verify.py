@@ -119,7 +119,7 @@ def compared(record: Mapping[str, Any], written: Written) -> Difference | None:
             pair = [x[t] if t < len(x) else None for x in (then, now)]
             if pair[0] != pair[1]:
                 margins = [float(output["margins"][t]) if pair[0] is not None else None]
-                margins.append(float(written.out.margin[i, t]) if pair[1] is not None else None)
+                margins.append(float(numbers(written.out.margin[i, t : t + 1])[0]) if pair[1] is not None else None)
                 return Difference(i, t, pair[0], pair[1], *margins)
     return None
 
