@@ -78,9 +78,9 @@ def export_generate(
     It is called with ``named_params(params)``, a dict of inputs and a key, and returns the fields of ``Generated`` that
     are not None. Inputs: ``tokens`` int32 [B,S] (padded on the right), ``lengths`` int32 [B], and for every setting of
     ``INPUTS`` that ``settings`` gives, its name and one number a row (but no ``min_new_tokens`` beside a grammar). All
-    else (N, end ids, grammars, beams, ...) is part of the program. platforms: of "cpu", "cuda", "rocm", "tpu" (default: the one here). With a draft, params are
-    ``named_params((params, draft's params))``. Arrays of params may be ``jax.ShapeDtypeStruct``. ValueError as from
-    ``generate``.
+    else (N, end ids, grammars, beams, ...) is part of the program. platforms: of "cpu", "cuda", "rocm", "tpu" (default:
+    the one here). With a draft, params are ``named_params((params, draft's params))``. Arrays of params may be
+    ``jax.ShapeDtypeStruct``. ValueError as from ``generate``.
 
     >>> from jaxdecode.testing import markov_model
     >>> table = jnp.log(jnp.array([[0.1, 0.9], [0.8, 0.2]]))

@@ -23,11 +23,21 @@ MOST_MAPS = 20_000
 # narrow floats, which such programs may not know, or of numbers below the normal range, which they treat otherwise.)
 LOGIC = ("beam", "bench", "caches", "checkpoint_gguf", "checkpoint_hf", "checkpoint_hostile", "checkpoint_load")
 LOGIC += ("checkpoint_safetensors", "cli", "composition", "constraint", "docs", "engine", "hub")
-LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "processing_bad_input", "ray", "scoring")
+LOGIC += (
+    "exporting",
+    "invariance",
+    "kvcache_windows",
+    "layers",
+    "models_from_models",
+    "package",
+    "processing_bad_input",
+    "ray",
+    "scoring",
+)
 LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
 # each part of the library.
-BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "draw", "engine.py")
+BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "draw", "engine.py", "exporting")
 BOTH += ("jax_faults", "kvcache", "operation_counts", "package", "programs", "quant", "real_model", "search")
 BOTH += ("settings", "transformer", "truncation")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import typer
 
@@ -160,11 +160,25 @@ def _seed_key(jax: Any, seed: int) -> Any:
     return jax.random.key(seed)
 
 
+class Sink(Protocol):
+    """Where results go: a ``Results``, or what looks like one."""
+
+    @property
+    def done(self) -> Container[int]: ...
+
+    @property
+    def pending(self) -> int: ...
+
+    def expect(self, number: int) -> None: ...
+
+    def give(self, number: int, record: dict[str, Any]) -> None: ...
+
+
 class Batch:
     """One run over the lines of a shard."""
 
     def __init__(
-        self, asked: Asked, defaults: Request, loaded: Loaded, source: Path, results: Results, progress: Progress
+        self, asked: Asked, defaults: Request, loaded: Loaded, source: Path, results: Sink, progress: Progress
     ) -> None:
         self._asked, self._defaults, self._source = asked, defaults, source
         self._loaded, self._results, self._progress = loaded, results, progress

@@ -48,8 +48,7 @@ def recorded(
             if (found := getattr(written.out, name)) is not None:
                 values[name] = numbers(found[row : row + 1])[0]
         outputs.append({"text": row_text.text, "tokens": row_text.tokens, "finish": written.finish[row], **values})
-    samples = {"num_samples": request.num_samples or 1, "best_of": request.best_of}
-    samples["top_logprobs"] = request.top_logprobs
+    samples = {"num_samples": request.num_samples or 1, "top_logprobs": request.top_logprobs}
     ends = {"eos": list(tokenizer.eos_ids), "stop_strings": list(request.stops)}
     return {
         "format": FORMAT,
@@ -59,6 +58,7 @@ def recorded(
         "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
         "settings": {**request.settings, **samples, **ends, **request.constraints},
         **_drafted(request, progress),
+        **({} if request.best_of is None else {"best_of": request.best_of}),
         "seed": request.seed,
         "keys": {"impl": "threefry2x32", "words": written.keys},
         "outputs": outputs,

@@ -20,7 +20,7 @@ from jaxdecode.cli.verify_batch import verify_batch
 
 __all__ = ["Difference", "compared", "request_of", "run"]
 
-_NO_SETTINGS = ("num_samples", "best_of", "top_logprobs", "eos", "stop_strings")
+_NO_SETTINGS = ("num_samples", "top_logprobs", "eos", "stop_strings")
 _CONSTRAINTS = ("regex", "json_schema", "choices", "prefix")
 
 
@@ -56,7 +56,7 @@ def request_of(record: Mapping[str, Any]) -> Request:
             seed=record["seed"],
             settings=settings,
             num_samples=told["num_samples"] if several else None,
-            best_of=told["best_of"],
+            best_of=record.get("best_of"),
             logprobs=False,
             top_logprobs=told["top_logprobs"],
             stops=tuple(told["stop_strings"]),
@@ -145,14 +145,14 @@ def _tell(record: Mapping[str, Any], written: Written, text_of: Callable[[int], 
         "none" if i is None else f"{i} {json_text.dumps(text_of(i), ensure_ascii=False)}"
         for i in (difference.recorded, difference.got)
     )
-    margins = ", ".join(
+    near = ", ".join(
         f"{name} {value:.6g}"
         for name, value in (("in the record", difference.margin), ("now", difference.margin_now))
         if value is not None
     )
     show(
         f"different: output {difference.output + 1}, token {difference.token + 1}: {recorded} in the record, "
-        f"{got} now; margin {margins}\n"
+        f"{got} now; margin {near}\n"
     )
 
 

@@ -64,9 +64,9 @@ class _Replay(Batch):
             at = next((t for t in range(max(len(before), len(now))) if before[t : t + 1] != now[t : t + 1]), None)
             if at is None or (self.difference is not None and self.difference.line <= line.number):
                 continue
-            pair = [x[at] if at < len(x) else None for x in (before, now)]
-            margin = None if pair[1] is None else float(rows.out.margin[i, at])
-            self.difference = _Difference(line.number, line.id, i, at, *pair, margin)
+            recorded, got = (x[at] if at < len(x) else None for x in (before, now))
+            margin = None if got is None else float(rows.out.margin[i, at])
+            self.difference = _Difference(line.number, line.id, i, at, recorded, got, margin)
 
 
 def _outputs(path: Path) -> Iterator[tuple[int, list[list[int]]]]:
