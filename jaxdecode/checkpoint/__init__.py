@@ -158,13 +158,9 @@ def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress:
     if (copy := converted.read_copy(folder)) is not None:
         return copy
     checkpoint = source.read(source.path)
+    converted.kept_scheme(checkpoint, scheme)
     if checkpoint.scheme is not None:
-        expected = f"None, or {AS_STORED!r}: its weights are quantized by {checkpoint.scheme}"
-        require(scheme in (None, AS_STORED), f"{source.path}: quantize", expected, scheme)
         return converted.stored_params(checkpoint, dtype)
-    if scheme == AS_STORED and not any(param.stored for param in checkpoint.params):
-        expected = "a .gguf file, or a folder of quantized weights that `save` wrote, to keep them as they are"
-        raise ValueError(f"{source.path}: quantize: expected {expected}, got {AS_STORED!r}")
     if scheme is None and (copy := converted.mapped(checkpoint, dtype)) is not None:
         return copy
     try:
