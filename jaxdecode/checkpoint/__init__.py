@@ -79,7 +79,7 @@ def load(
 
     dtype: of all params: float32, bfloat16 or float16. quantize: a scheme: matrices are a ``QTensor``, as from
     ``jaxdecode.quantize(params, quantize)``; "as_stored": every weight of a GGUF file as the file has it. cache_dtype:
-    of keys and values in the cache: another float, or int8, a quarter of the memory (None: that of the params). The
+    of keys and values in the cache: another float, int8 or int4, a quarter or a seventh (None: that of the params). The
     first load of a file converts it into the user's cache (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``;
     later ones map that copy into memory. What ``save``
     wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
