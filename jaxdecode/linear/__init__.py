@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxdecode.linear import int8, packed
-from jaxdecode.quant import QRows, QTensor, dequantize
+from jaxdecode.quant import QRows, QTensor, dequantize, over_rows
 
 __all__ = ["embed", "matmul"]
 
@@ -38,7 +38,7 @@ def embed(table: jax.Array | QTensor | QRows, ids: jax.Array) -> jax.Array:
     """Columns ``table[ids[R]]`` as feature-major activations [D,R]."""
     if isinstance(table, QRows):
         return _embed_parts(table, ids)
-    rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode="clip"), table)
+    rows = over_rows(lambda axis, x: jnp.take(x, ids, axis=axis, mode="clip"), table)
     return dequantize(rows).T
 
 

@@ -19,7 +19,7 @@ __all__ = ["Bounds", "bounds"]
 class Bounds(NamedTuple):
     """Of W - Q for a weight Q [N,K] whose grids cover W.
 
-    entry: the largest error of an entry in each group [N,G], D/2 and 2 ulp of the end of the grid. frobenius: the
+    entry: the largest error of an entry in each group [G,N], D/2 and 2 ulp of the end of the grid. frobenius: the
     largest ``||W - Q||_F``, and so the largest ``||(W - Q) x|| / ||x||``. model: ``||W - Q||_F`` if errors are uniform
     on a step, D^2 / 12 each.
     """
@@ -56,4 +56,4 @@ def _norm(error: Any, sizes: np.ndarray) -> jax.Array:
     """The Frobenius norm of a matrix with the same entry in all of a group."""
     largest = jnp.max(error)
     unit = jnp.where(largest == 0, 1, largest)
-    return unit * jnp.sqrt(jnp.sum(jnp.square(error / unit) @ sizes))
+    return unit * jnp.sqrt(jnp.sum(sizes @ jnp.square(error / unit)))
