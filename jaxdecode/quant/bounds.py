@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdecode import checks
-from jaxdecode.quant.grids import TINY
+from jaxdecode.quant.grids import TINY, round_bits
 from jaxdecode.quant.packing import grids_of
 from jaxdecode.quant.tensor import QTensor
 
@@ -45,7 +45,7 @@ def bounds(q: QTensor) -> Bounds:
     scale, offset = grids_of(q)
     scale = abs(scale)
     end = jnp.maximum(abs(offset), abs(offset + scale * np.float32(2**q.form.bits - 1)))
-    ulp = jnp.where(end == 0, 0, jnp.exp2(jnp.floor(jnp.log2(jnp.where(end == 0, 1, end))) - 23))
+    ulp = round_bits(end, 1, "down") * np.float32(2.0**-23)  # of a single bit its power of 2 is left
     entry = jnp.maximum(scale / 2 + 2 * ulp, TINY)
     sizes = np.full(q.form.groups, q.form.group, np.float32)
     sizes[-1] = q.form.width - (q.form.groups - 1) * q.form.group
