@@ -67,9 +67,9 @@ def _one_row(w: QTensor, x: jax.Array) -> jax.Array:
 
 
 def _blocks(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
-    """A few rows of W at a time; the last block reaches back where they do not come out even."""
+    """A few rows of W at a time, at most half of them; the last block reaches back where they do not come out even."""
     n, k = w.shape
-    size = min(n, max(8, _BLOCK // k))
+    size = min(n, max(8, min(-(-n // 2), _BLOCK // k)))
     if isinstance(w, QTensor):
         x = jnp.moveaxis(grouped(x.T, w.form), 0, -1)
         x = x.reshape(-1, x.shape[-1])
