@@ -18,7 +18,8 @@ _CONTRACT = (((1,), (0,)), ((), ()))
 _COLUMNS = (((0,), (0,)), ((), ()))
 _ROWS = (((0,), (1,)), ((), ()))
 _BLOCK = 128  # rows of a weight that are floats at a time
-_TERMS = 16  # bytes of a row that are added up in one expression
+# Bytes of a row that are added up in one expression; a loop runs over the others of a group.
+_TERMS = 4 if jax.__version_info__ < (0, 10, 2) else 32
 
 
 def product(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
@@ -32,7 +33,7 @@ def _whole(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
 
 def _on_cpu(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
     w, x = lax.optimization_barrier((w, x))  # what is made of w stays in the loop, with x
-    if isinstance(w, QTensor) and x.shape[1] == 1 and all(_run(plane.shape[1]) >= 4 for plane in w.codes):
+    if isinstance(w, QTensor) and x.shape[1] == 1 and all(_run(n) >= min(4, n) for n in (p.shape[1] for p in w.codes)):
         return _one_row(w, x)
     return _blocks(w, x)
 
@@ -55,7 +56,8 @@ def _one_row(w: QTensor, x: jax.Array) -> jax.Array:
         sums.append(_sums(plane, width, grown * np.float32(2**shift)))
         shift += width
     scale, offset = (x.astype(grown.dtype) for x in grids_of(w))
-    return (scale * functools.reduce(operator.add, sums) + offset * grown.sum(1, keepdims=True)).sum(0)[:, None]
+    groups = scale * functools.reduce(operator.add, sums) + offset * grown.sum(1, keepdims=True)
+    return lax.optimization_barrier(groups).sum(0)[:, None]
 
 
 def _sums(plane: jax.Array, width: int, x: jax.Array) -> jax.Array:
@@ -70,7 +72,7 @@ def _sums(plane: jax.Array, width: int, x: jax.Array) -> jax.Array:
         for i, piece in enumerate(plane_pieces(plane[:, j], width))
     )
     found = functools.reduce(operator.add, terms).reshape(groups, -1, rows)
-    return found[:, 0] if size == run else found.sum(1)
+    return found[:, 0] if size == run else lax.optimization_barrier(found.sum(1))
 
 
 def _blocks(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
