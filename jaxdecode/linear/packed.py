@@ -1,10 +1,10 @@
 """Products with packed codes and a grid for each group: weights are rounded, activations are not.
 
-| activations | CPU                                                              | elsewhere                            |
-|-------------|------------------------------------------------------------------|--------------------------------------|
-| one         | sums of groups, ``scale * sum(codes * x) + offset * sum(x)``,    | values of ``W`` in the product,      |
-|             | elementwise over rows that lie side by side (``_one_row``)       | which the compiler may keep or not   |
-| several     | 128 rows of ``W`` as floats at a time, then ``x.T @ W.T``        | the same                             |
+| activations | CPU                                                           | elsewhere                        |
+|-------------|---------------------------------------------------------------|----------------------------------|
+| one         | sums of groups, ``scale * sum(codes * x) + offset * sum(x)``, | values of ``W`` in the product,  |
+|             | elementwise over rows that lie side by side (``_one_row``)    | which a compiler may keep or not |
+| several     | 128 rows of ``W`` as floats at a time, then ``x.T @ W.T``     | the same                         |
 
 docs/quantization.md tells how fast other ways to write them are. No float array has the size of ``W`` on a CPU: blocks
 are made inside a loop, and what is made of ``W`` is tied to x, so that XLA cannot move it out of the decode loop.
