@@ -344,4 +344,5 @@ def bench(
     raise typer.Exit(run(asked))
 
 
-import jaxdecode.cli.app_batch  # noqa: E402, F401  # one command more, which needs the options above
+import jaxdecode.cli.app_batch  # noqa: E402  # commands that need the options above
+import jaxdecode.cli.app_verify  # noqa: E402, F401
