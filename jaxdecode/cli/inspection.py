@@ -50,22 +50,25 @@ def describe(
     source: str, dtype: str, scheme: Scheme | None, cache_dtype: str, progress: Callable[..., None]
 ) -> dict[str, Any]:
     """Everything the command tells, as JSON. ValueError, OSError, ImportError: no such model, or a damaged one."""
+    import jax.numpy as jnp
+
     from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
+    from jaxdecode.checkpoint.converted import kept_scheme, stored_leaf
 
     if source == TOY:
         return _describe_toy(dtype, scheme)
     place = find(source, progress)
     checkpoint = place.read(place.path)
     config = checkpoint.config
-    size = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-    params = [_param(p.name, p.shape, dtype, size, scheme) for p in checkpoint.params]
+    kept, kind = kept_scheme(checkpoint, scheme), jnp.dtype(dtype)
+    params = [_param(p.name, stored_leaf(p, kind, kept, checkpoint.where).spec) for p in checkpoint.params]
     files = [{"file": path.name, "bytes": path.stat().st_size} for path in place.files]
     return {
         "model": source,
         "files": files,
         "config": dataclasses.asdict(config),
-        **_totals(params, dtype, scheme),
+        **_totals(params, dtype, checkpoint.scheme or scheme),
         "cache_bytes_per_token": _cache_bytes(config, 1, cache_dtype),
         "multiplications_per_token": _multiplications(config),
         "memory": _memory(config, sum(p["bytes"] for p in params), cache_dtype),
@@ -77,7 +80,7 @@ def _describe_toy(dtype: str, scheme: Scheme | None) -> dict[str, Any]:
     import jaxdecode
 
     loaded = jaxdecode.load("toy", dtype=dtype, quantize=scheme)
-    table_of_logits = _param("table", loaded.params.shape, dtype, loaded.params.dtype.itemsize, None)
+    table_of_logits = _param("table", loaded.params)
     return {
         "model": "toy",
         "files": [],
@@ -100,11 +103,16 @@ def _batch(found: dict[str, Any], run: Run) -> dict[str, Any]:
     return predicted(run, base_bytes(), found["parameter_bytes"], found["cache_bytes_per_token"], **sizes)
 
 
-def _param(name: str, shape: tuple[int, ...], dtype: str, size: int, scheme: Scheme | None) -> dict[str, Any]:
-    """One parameter; a matrix that is quantized has a byte for each number, and a scale for each row."""
-    if scheme is not None and len(shape) == 2:
-        return {"name": name, "shape": list(shape), "dtype": scheme, "bytes": math.prod(shape) + shape[0] * size}
-    return {"name": name, "shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * size}
+def _param(name: str, leaf: Any) -> dict[str, Any]:
+    """One parameter, by the arrays it is kept in: of one that is quantized, its schemes stand for a dtype."""
+    import jax
+
+    from jaxdecode.quant import QTensor
+
+    parts = jax.tree.leaves(leaf, is_leaf=lambda x: isinstance(x, QTensor))
+    kinds = [str(part.scheme) if isinstance(part, QTensor) else part.dtype.name for part in parts]
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(leaf))
+    return {"name": name, "shape": list(leaf.shape), "dtype": "+".join(kinds), "bytes": size}
 
 
 def _totals(params: list[dict[str, Any]], dtype: str, scheme: Scheme | None) -> dict[str, Any]:
