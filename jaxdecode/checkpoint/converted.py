@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ import numpy as np
 from jaxdecode.base import Params
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, Entry, cast_blocks, read_safetensors, write_safetensors
 from jaxdecode.checkpoint.source import Checkpoint, named_shapes, params_from_names
-from jaxdecode.models.transformer import RopeScaling, TransformerConfig
+from jaxdecode.models.transformer import Scaling, TransformerConfig
 from jaxdecode.quant import QTensor, Scheme, check_scheme, codes_and_scale
 from jaxdecode.text.backend import Vocabulary, open_tokenizer
 from jaxdecode.text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ __all__ = [
     "write_text",
 ]
 
-_VERSION = 3  # of the layout of a copy and of the conversion: raised whenever either changes
+_VERSION = 4  # of the layout of a copy and of the conversion: raised whenever either changes
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 _UNFINISHED = ".unfinished-"
 _ABANDONED_SECONDS = 3600
@@ -124,7 +124,7 @@ def write_copy(
         write_safetensors(made / _WEIGHTS, entries, written=_reporter(entries, progress))
         text = checkpoint.vocabulary._asdict()
         write_text(made / _TOKENIZER, text.pop("json"))
-        config = dataclasses.asdict(checkpoint.config)
+        config = _described(checkpoint.config)
         about = {"quantize": scheme, "generation": dict(checkpoint.generation)}
         described = {"config": config, "vocabulary": text, **about}
         write_text(made / _CONFIG, json.dumps(described, indent=1))
@@ -163,14 +163,24 @@ def _copy(checkpoint: Checkpoint, arrays: Mapping[str, jax.Array], scheme: Schem
     return Copy(checkpoint.config, tokenizer, params, checkpoint.generation)
 
 
+def _described(config: TransformerConfig) -> dict[str, Any]:
+    """The config for a JSON file: of a scaling its name too."""
+    fields = dataclasses.asdict(config)
+    if config.rope_scaling is not None:
+        fields["rope_scaling"]["kind"] = type(config.rope_scaling).__name__
+    return fields
+
+
 def _config(fields: dict[str, Any]) -> TransformerConfig:
-    freqs, scaling, window = (fields.pop(name) for name in ("rope_freqs", "rope_scaling", "sliding_window"))
-    return TransformerConfig(
-        **fields,
-        rope_freqs=None if freqs is None else tuple(freqs),
-        rope_scaling=None if scaling is None else RopeScaling(**scaling),
-        sliding_window=tuple(window) if isinstance(window, list) else window,
-    )
+    scaling = fields.pop("rope_scaling")
+    if scaling is not None:
+        kinds = {kind.__name__: kind for kind in get_args(Scaling)}
+        scaling = kinds[scaling.pop("kind")](**{name: _hashable(value) for name, value in scaling.items()})
+    return TransformerConfig(**{name: _hashable(value) for name, value in fields.items()}, rope_scaling=scaling)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _stored_shapes(config: TransformerConfig, scheme: Scheme | None) -> dict[str, tuple[int, ...]]:
