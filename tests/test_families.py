@@ -95,9 +95,7 @@ def test_dynamic_scaling_is_that_of_the_context_it_is_loaded_for(tmp_path: Path)
     check(logits[0], 0, GOLDENS[DYNAMIC][0], range(LONGEST))
     plain = load(tmp_path / "model")
     assert plain.config.context_length == 40
-    with pytest.raises(
-        ValueError, match=r"at most the context of 40 tokens \(for more, load it with context_length=\)"
-    ):
+    with pytest.raises(ValueError, match=r"context of 40 tokens \(for more, load it with context_length=\)"):
         plain.model.init_cache(plain.params, 1, 41)
 
 
@@ -149,10 +147,9 @@ def test_what_is_saved_is_what_transformers_wrote(tmp_path: Path, name: str) -> 
     assert again.config == loaded.config
     for a, b in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(again.params), strict=True):
         np.testing.assert_array_equal(a, b)
-    original, written = tiny_families.tiny(name), safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == original.config["architectures"]
-    )
+    original, config = tiny_families.tiny(name), json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == original.config["architectures"]
+    written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == original.tensors.keys()
     for key, values in original.tensors.items():
         np.testing.assert_allclose(written[key], values, atol=1e-7 if "gemma" in name and "norm" in key else 0)
