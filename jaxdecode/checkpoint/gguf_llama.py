@@ -96,7 +96,7 @@ def read_llama_gguf(path: Path) -> Checkpoint:
     file, owners = _parts(path)
     architecture = file.fields.get("general.architecture")
     known = isinstance(architecture, str) and architecture in FAMILIES
-    expected = " or ".join(map(repr, FAMILIES))
+    expected = f"one of {', '.join(FAMILIES)}"
     require(known, f"{path}: general.architecture", expected, repr(architecture))
     family = FAMILIES[str(architecture)]
     config = _config(file, owners, str(architecture), family)

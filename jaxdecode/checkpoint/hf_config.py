@@ -57,7 +57,7 @@ def config_from_json(values: Mapping[str, Any], where: str) -> TransformerConfig
     read = Fields(values, f"{where}: ")
     architectures = values.get("architectures")
     named = [family for name, family in FAMILIES.items() if architectures == [name]]
-    expected = " or ".join(repr([name]) for name in FAMILIES)
+    expected = f"one of {', '.join(FAMILIES)}"
     require(len(named) == 1, read.name("architectures"), expected, repr(architectures))
     (family,) = named
     read.only("model_type", read.get("model_type", str, family.type), family.type)

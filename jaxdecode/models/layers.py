@@ -63,12 +63,10 @@ def angles(config: TransformerConfig, position: jax.Array, dtype: DTypeLike, loc
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary positions on x[heads, h, B*S]: feature i turns with i + n/2 of the first n, for which there are angles."""
-    turning, rest = x[:, : 2 * len(cos)], x[:, 2 * len(cos) :]
-    halves = turning.astype(cos.dtype).reshape(x.shape[0], 2, *cos.shape)
+    """Rotary positions on x[heads, h, B*S]: feature i turns with feature i + h/2."""
+    halves = x.astype(cos.dtype).reshape(x.shape[0], 2, *cos.shape)
     turned = jnp.flip(halves, 1) * jnp.stack([-sin, sin])[None]
-    turning = (halves * cos[None, None] + turned).reshape(turning.shape).astype(x.dtype)
-    return jnp.concatenate([turning, rest], axis=1) if rest.shape[1] else turning
+    return (halves * cos[None, None] + turned).reshape(x.shape).astype(x.dtype)
 
 
 def _queries_and_keys(config: TransformerConfig, params: Params, qk: jax.Array, turn: Angles | None) -> jax.Array:
@@ -78,7 +76,10 @@ def _queries_and_keys(config: TransformerConfig, params: Params, qk: jax.Array, 
         normed = _norm_heads if config.qk_norm is True else _norm_together
         parts = ((qk[:heads], params["q_norm"]), (qk[heads:], params["k_norm"]))
         qk = jnp.concatenate([normed(x, scale, config.norm_eps) for x, scale in parts])
-    if turn is not None:
+    if turn is not None and config.rotary < config.head_dim:
+        first, rest = jnp.split(qk, [config.rotary], axis=1)
+        qk = jnp.concatenate([_rotate(first, *turn), rest], axis=1)
+    elif turn is not None:
         qk = _rotate(qk, *turn)
     if config.attention_scale is None:
         return qk
