@@ -21,6 +21,7 @@ import tiny_hf
 from tiny_families import POSITIONS, PROMPTS, VARIANTS
 from tiny_hf import Tiny
 
+import jaxdecode as jd
 from jaxdecode import kvcache
 from jaxdecode.base import Model
 from jaxdecode.checkpoint import Loaded, load, save
@@ -85,6 +86,25 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(tmp_path: Path, name
         last = np.asarray(jnp.argmax(logits[:, -1:], axis=-1), np.int32)
         written.append(last[:, 0].tolist())
     assert np.transpose(written).tolist() == [row["greedy"] for row in golden]
+
+
+@pytest.mark.parametrize("name", ["gemma2"])
+def test_samples_of_a_prompt_and_beams_see_what_rows_alone_see(tmp_path: Path, name: str) -> None:
+    """Shared segments and beams with soft caps, local layers and a ring: greedy rows are the golden ones."""
+    loaded, golden = loaded_from(tmp_path / "model", name), GOLDENS[name]
+    settings = jd.Settings(max_new_tokens=tiny_families.NEW, temperature=0, num_samples=2)
+    out = jd.generate(loaded.model, loaded.params, PROMPTS, settings=settings)
+    assert out.to_lists() == [[row["greedy"]] * 2 for row in golden]
+    settings = jd.Settings(max_new_tokens=4, beams=3)
+    beams = jd.generate(loaded.model, loaded.params, PROMPTS, settings=settings)
+    texts = [prompt + ids for prompt, found in zip(PROMPTS, beams.to_lists(), strict=True) for ids in found]
+    tokens = np.array([ids + [0] * (LONGEST + 4 - len(ids)) for ids in texts], np.int32)
+    cache = loaded.model.init_cache(loaded.params, *tokens.shape)
+    logits, _ = apply(loaded.model, loaded.params, tokens, cache, np.array([len(ids) for ids in texts], np.int32))
+    laws = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    for row, ids in enumerate(texts):
+        expected = sum(laws[row, at - 1, ids[at]] for at in range(len(ids) - 4, len(ids)))
+        np.testing.assert_allclose(np.asarray(beams.score).reshape(-1)[row], expected, atol=1e-4)
 
 
 def test_dynamic_scaling_is_that_of_the_context_it_is_loaded_for(tmp_path: Path) -> None:

@@ -62,9 +62,10 @@ def config_from_json(values: Mapping[str, Any], where: str) -> TransformerConfig
     (family,) = named
     read.only("model_type", read.get("model_type", str, family.type), family.type)
     for key, off in _OFF.items():
-        full = key == "layer_types" and set(values.get(key) or ()) == {"full_attention"}
-        if values.get(key) is not None and key not in family.own and not full:
-            read.only(key, values[key], *off)
+        value = values.get(key)
+        full = key == "layer_types" and isinstance(value, list) and all(kind == "full_attention" for kind in value)
+        if value is not None and key not in family.own and not full:
+            read.only(key, value, *off)
     fields = _sizes(read, family)
     context = fields["context_length"]
     if family.fields.get("positions") != "learned":
