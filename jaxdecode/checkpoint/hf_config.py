@@ -128,9 +128,10 @@ def config_to_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
 
 def family_of(config: TransformerConfig) -> str:
     """The architecture whose ``config.json`` means just ``config``. ValueError, naming a field, if none has it."""
-    wanted = config
-    if isinstance(config.rope_scaling, LongRope | DynamicScaling):  # a file has the largest context, or the original
-        wanted = dataclasses.replace(config, context_length=config.rope_scaling.original_context)
+    wanted, scaling = config, config.rope_scaling
+    if isinstance(scaling, LongRope | DynamicScaling):  # loaded again it has the original context
+        longest = scaling.longest if isinstance(scaling, LongRope) else scaling.original_context
+        wanted = dataclasses.replace(config, context_length=min(longest, scaling.original_context))
     rope_to_json(config, Rope())  # says what is wrong with them
     wrong: dict[str, dict[str, Any]] = {}  # architecture -> fields that it has otherwise
     for name in FAMILIES:
@@ -166,7 +167,7 @@ def _stated(name: str, config: TransformerConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "hidden_act": activation or family.activations[0],
     }
-    biases = {key: False for key in ("attention_bias", "mlp_bias") if family.type in ("llama",)}
+    biases = {key: False for key in ("attention_bias", "mlp_bias") if family.type == "llama"}
     return {
         "architectures": [name],
         "model_type": family.type,
