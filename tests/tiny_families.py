@@ -212,7 +212,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_size": HEADS * HEAD,
         "partial_rotary_factor": 0.75,
         "original_max_position_embeddings": 32,
-        "rope_scaling": {"type": "su", **FACTORS},
+        "rope_scaling": {"type": "longrope", **FACTORS},
         "tie_word_embeddings": False,
     },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "head_dim": None, "hidden_size": HEADS * HEAD},
