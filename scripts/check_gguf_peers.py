@@ -41,7 +41,7 @@ def read(folder: Path) -> None:
     import tiny_families
 
     goldens = json.loads((ROOT / "tests" / "goldens" / "families.json").read_text())["variants"]
-    options = {"n_ctx": 128, "n_batch": 128, "n_threads": 1, "type_k": 0, "type_v": 0, "logits_all": True}
+    options = {"n_ctx": 96, "n_batch": 96, "n_threads": 1, "type_k": 0, "type_v": 0, "logits_all": True}
     for name in names():
         try:
             model = llama_cpp.Llama(str(folder / f"{name}.gguf"), verbose=False, **options)

@@ -270,7 +270,7 @@ def test_the_loaded_model_runs_on_ragged_prompts(path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["gpt-9", "a/b/c", "folder", "nothing\n", "model.bin"])
 def test_unknown_sources_are_told_what_there_is(source: str) -> None:
-    with pytest.raises(ValueError, match=r"smollm2-135m, toy.*\.gguf.*config\.json.*owner/name"):
+    with pytest.raises(ValueError, match=r"smollm2-135m, gemma3-270m, toy.*\.gguf.*config\.json.*owner/name"):
         load(source)
 
 
