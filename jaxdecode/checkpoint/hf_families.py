@@ -82,7 +82,7 @@ _QWEN3_MOE = _names(
 
 def _with_biases(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Modules with a weight and a bias each."""
-    both = {kind: (f"{module}.weight",) for kind, module in names.items()}
+    both: dict[str, tuple[str, ...]] = {kind: (f"{module}.weight",) for kind, module in names.items()}
     return both | {f"{kind}_bias": (f"{module}.bias",) for kind, module in names.items()}
 
 

@@ -143,11 +143,11 @@ def _yarn(rope: Fields, original: int) -> dict[str, Any]:
 
 def _longrope(rope: Fields, original: int, context: int, turning: int) -> dict[str, Any]:
     """Scaled for short texts, with the context of these, until ``with_context`` says otherwise."""
-    factor = rope.real("factor", max(context / original, 1e-9))
+    factor = rope.real("factor", context / original)
     require(original > 1, rope.name(_ORIGINAL), "more than 1", original)
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    divisors = {key: _divisors(rope, key, turning // 2) for key in ("short_factor", "long_factor")}
-    scaling = LongRope(*divisors.values(), original, max(context, 1), rope.real("attention_factor", scale))
+    short, long = (_divisors(rope, key, turning // 2) for key in ("short_factor", "long_factor"))
+    scaling = LongRope(short, long, original, context, rope.real("attention_factor", scale))
     return {"rope_scaling": scaling, "context_length": min(context, original)}
 
 
