@@ -22,7 +22,7 @@ MOST_MAPS = 20_000
 # their programs with few optimizations, in a third of the time, and those of all others as users do. (Not with files of
 # narrow floats, which such programs may not know, or of numbers below the normal range, which they treat otherwise.)
 LOGIC = ("beam", "bench", "caches", "checkpoint_gguf", "checkpoint_hf", "checkpoint_hostile", "checkpoint_load")
-LOGIC += ("checkpoint_safetensors", "cli", "composition", "constraint", "docs", "engine", "hub")
+LOGIC += ("checkpoint_safetensors", "cli", "composition", "constraint", "docs", "engine", "experts", "families", "hub")
 LOGIC += (
     "exporting",
     "invariance",

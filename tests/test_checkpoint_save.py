@@ -189,7 +189,7 @@ def test_what_cannot_be_written_is_refused(tiny: Loaded, tmp_path: Path) -> None
     mixed = {**tiny.params, "norm": tiny.params["norm"].astype(jnp.bfloat16)}
     odd = tiny.config.__class__(**{**vars(tiny.config), "rope_freqs": tuple(float(i) for i in range(1, 9))})
     cases = {
-        "llama family, got ToyConfig": load("toy"),
+        "a transformer, got ToyConfig": load("toy"),
         "one dtype of": tiny._replace(params=mixed),
         "others for.*norm": tiny._replace(params={**tiny.params, "norm": jnp.ones(3)}),
         "others for.*surplus": tiny._replace(params={**tiny.params, "surplus": jnp.ones(3)}),

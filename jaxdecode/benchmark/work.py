@@ -67,8 +67,16 @@ def numpy_seconds(config: TransformerConfig, params: Params, batch: int, *, runs
 
 def _matrices(config: TransformerConfig, params: Params) -> list[np.ndarray]:
     """What a step multiplies by, layer by layer, then the head: [outputs, inputs]."""
-    layers = [layer[name] for layer in params["layers"] for name in ("qkv", "out", "gate_up", "down")]
+    names = ("qkv", "out", "gate_up", "up", "down", "router", "expert_gate", "expert_up", "expert_down")
+    layers = [_chosen(config, name, layer[name]) for layer in params["layers"] for name in names if name in layer]
     leaves = [*layers, params["embed"] if config.tied else params["head"]]
     kinds = sorted({leaf.dtype.name if isinstance(leaf, jax.Array) else type(leaf).__name__ for leaf in leaves})
     require(kinds == ["float32"], "the floor by NumPy", "float32 weights", ", ".join(kinds))
     return [np.asarray(leaf) for leaf in leaves]
+
+
+def _chosen(config: TransformerConfig, name: str, leaf: Any) -> Any:
+    """Of the matrices of all experts those that one token is sent to."""
+    if not name.startswith("expert") or not isinstance(leaf, jax.Array):
+        return leaf
+    return leaf[: len(leaf) // config.n_experts * config.experts_per_token]

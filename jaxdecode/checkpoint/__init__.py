@@ -73,19 +73,21 @@ def load(
     dtype: DTypeLike = "float32",
     quantize: Scheme | None = None,
     cache_dtype: DTypeLike | None = None,
+    context_length: int | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a model: a catalogue name, a ``.gguf`` file, a Hugging Face directory, or a hub id "owner/name".
 
     dtype: of all params: float32, bfloat16 or float16. quantize: a scheme: matrices are a ``QTensor``, as from
     ``jaxdecode.quantize(params, quantize)``; "as_stored": every weight of a GGUF file as the file has it. cache_dtype:
-    of keys and values in the cache: another float, int8 or int4, a quarter or a seventh (None: that of the params). The
-    first load of a file converts it into the user's cache (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``;
-    later ones map that copy into memory. What ``save``
-    wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
-    here, unless JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme, damaged or
-    unsupported file; FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is
-    missing.
+    of keys and values in the cache: another float, int8 or int4, a quarter or a seventh (None: that of the params).
+    context_length: tokens of the longest text, prompt and output (None: what the file says); models with LongRoPE or
+    dynamic scaling turn short texts another way than long ones, and are loaded for the original context unless this
+    says more. The first load of a file converts it into the user's cache (``$JAXDECODE_CACHE``), telling
+    ``progress(text, fraction)``; later ones map that copy into memory. What ``save`` wrote is mapped as it is, unless
+    it is to be quantized. Catalogue models and hub ids are downloaded if they are not here, unless JAXDECODE_OFFLINE
+    or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme, damaged or unsupported file;
+    FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is missing.
 
     >>> loaded = load("toy")
     >>> loaded.tokenizer.decode(loaded.tokenizer.encode("words"))
@@ -99,9 +101,13 @@ def load(
     if source == TOY:
         require(cache_dtype is None, "cache_dtype", "None for toy (its cache is the last token)", cache_dtype)
         require(quantize is None, "quantize", "None for toy (a table, no matrix to multiply by)", quantize)
+        require(context_length is None, "context_length", "None for toy", context_length)
         return _toy(kind)
     progress = progress or (lambda text, fraction: None)
-    return _transformer(find(source, progress), kind, quantize, cache_dtype, progress)
+    copy = _copy(find(source, progress), kind, quantize, progress)
+    config = copy.config if context_length is None else copy.config.with_context(context_length)
+    model = transformer(config, cache_dtype=cache_dtype)
+    return Loaded(model, copy.params, copy.tokenizer, config, copy.generation)
 
 
 class Source(NamedTuple):
@@ -143,15 +149,6 @@ def _directory(folder: Path) -> Source:
     return Source(folder, source_files(folder), read_llama_directory)
 
 
-def _transformer(
-    source: Source, dtype: np.dtype[Any], scheme: Scheme | None, cache_dtype: str | None, progress: Progress
-) -> Loaded:
-    copy = _copy(source, dtype, scheme, progress)
-    return Loaded(
-        transformer(copy.config, cache_dtype=cache_dtype), copy.params, copy.tokenizer, copy.config, copy.generation
-    )
-
-
 def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress) -> Copy:
     """The converted copy, made first if it is not there; in memory alone if the cache cannot be written."""
     folder = converted.copy_folder(source.path, source.files, dtype, scheme)
@@ -170,7 +167,7 @@ def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress:
         reason = "the copy cannot be read back"
     except OSError as error:
         reason = str(error)
-    warnings.warn(f"{folder.parent}: no converted copy kept, the next load converts again: {reason}", stacklevel=4)
+    warnings.warn(f"{folder.parent}: no converted copy kept, the next load converts again: {reason}", stacklevel=3)
     return converted.in_memory(checkpoint, dtype, scheme, progress)
 
 

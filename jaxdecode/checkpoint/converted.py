@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from jaxdecode.checkpoint.quantized import described, entries_of, quantized_rows
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, Entry, cast_blocks, read_safetensors, write_safetensors
 from jaxdecode.checkpoint.source import AS_STORED, Checkpoint, Param, Stored, named_shapes, params_from_names
 from jaxdecode.checks import require
-from jaxdecode.models.transformer import RopeScaling, TransformerConfig
+from jaxdecode.models.transformer import Scaling, TransformerConfig
 from jaxdecode.quant import Scheme, Uniform, parse_scheme
 from jaxdecode.text.backend import Vocabulary, open_tokenizer
 from jaxdecode.text.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ def write_copy(
         write_safetensors(made / _WEIGHTS, entries, written=_reporter(entries, str(scheme or dtype.name), progress))
         text = checkpoint.vocabulary._asdict()
         write_text(made / _TOKENIZER, text.pop("json"))
-        config = dataclasses.asdict(checkpoint.config)
+        config = _described(checkpoint.config)
         about = {"quantized": _descriptions(checkpoint, dtype, scheme), "generation": dict(checkpoint.generation)}
         write_text(made / _CONFIG, json.dumps({"config": config, "vocabulary": text, **about}, indent=1))
         sync_folder(made)
@@ -173,14 +173,24 @@ def _copy(checkpoint: Checkpoint, leaves: Mapping[str, Any]) -> Copy:
     return Copy(checkpoint.config, tokenizer, params, checkpoint.generation)
 
 
+def _described(config: TransformerConfig) -> dict[str, Any]:
+    """The config for a JSON file: of a scaling its name too."""
+    fields = dataclasses.asdict(config)
+    if config.rope_scaling is not None:
+        fields["rope_scaling"]["kind"] = type(config.rope_scaling).__name__
+    return fields
+
+
 def _config(fields: dict[str, Any]) -> TransformerConfig:
-    freqs, scaling, window = (fields.pop(name) for name in ("rope_freqs", "rope_scaling", "sliding_window"))
-    return TransformerConfig(
-        **fields,
-        rope_freqs=None if freqs is None else tuple(freqs),
-        rope_scaling=None if scaling is None else RopeScaling(**scaling),
-        sliding_window=tuple(window) if isinstance(window, list) else window,
-    )
+    scaling = fields.pop("rope_scaling")
+    if scaling is not None:
+        kinds = {kind.__name__: kind for kind in get_args(Scaling)}
+        scaling = kinds[scaling.pop("kind")](**{name: _hashable(value) for name, value in scaling.items()})
+    return TransformerConfig(**{name: _hashable(value) for name, value in fields.items()}, rope_scaling=scaling)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def kept_scheme(checkpoint: Checkpoint, scheme: Scheme | None) -> Scheme | None:

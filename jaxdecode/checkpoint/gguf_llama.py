@@ -1,4 +1,4 @@
-"""Llama-family GGUF files: fields to a config, tensors to parameters.
+"""GGUF files: fields to a config, tensors to parameters, by the names of the architecture that the file says.
 
 The file's tensors are named as llama.cpp names them. A llama's query and key rows are permuted for interleaved rotary
 positions (feature 2i turns with 2i+1); ours follow the rotate-half convention (i with i + h/2), so the rows go back.
@@ -10,41 +10,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxdecode.checkpoint.fields import Fields
+from jaxdecode.checkpoint.gguf_families import FAMILIES, GgufFamily
 from jaxdecode.checkpoint.gguf_file import GgufFile, GgufTensor, dequantized_rows, read_gguf
-from jaxdecode.checkpoint.gguf_stored import stored_tensors
+from jaxdecode.checkpoint.gguf_stored import StoredPart, stored_tensors
 from jaxdecode.checkpoint.source import Checkpoint, Names, Param, named_shapes
 from jaxdecode.checks import require
-from jaxdecode.models.transformer import RopeScaling, TransformerConfig, frequencies
+from jaxdecode.models.transformer import LongRope, RopeScaling, TransformerConfig, YarnScaling, frequencies
 from jaxdecode.text.gguf_vocab import gguf_vocabulary
 
 __all__ = ["part_paths", "read_llama_gguf"]
 
-_NAMES = Names(
-    whole={"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"},
-    layer="blk.{}.",
-    parts={
-        "attn_norm": ("attn_norm.weight",),
-        "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
-        "qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
-        "q_norm": ("attn_q_norm.weight",),
-        "k_norm": ("attn_k_norm.weight",),
-        "out": ("attn_output.weight",),
-        "mlp_norm": ("ffn_norm.weight",),
-        "gate_up": ("ffn_gate.weight", "ffn_up.weight"),
-        "down": ("ffn_down.weight",),
-    },
-)
 _ROPE_FREQS = "rope_freqs.weight"
-# general.architecture -> fields of the config that are always so
-_ARCHITECTURES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+_LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 _LLAMA_3_1 = (
     1.0,
     4.0,
@@ -73,6 +59,8 @@ _KNOWN = {
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
     "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
     "attention.scale",
     "expert_count",
     "expert_used_count",
@@ -98,7 +86,7 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def read_llama_gguf(path: Path) -> Checkpoint:
-    """The checkpoint in a llama-family GGUF file; its weights are read when their blocks are asked for.
+    """The checkpoint in a GGUF file; its weights are read when their blocks are asked for.
 
     ValueError, naming file and field or tensor: damaged header, another architecture, a missing, surplus or misshapen
     tensor, a feature that the model does not have.
@@ -109,13 +97,14 @@ def read_llama_gguf(path: Path) -> Checkpoint:
         raise ImportError(".gguf files need the gguf package: pip install 'jaxdecode[text]'") from error
     file, owners = _parts(path)
     architecture = file.fields.get("general.architecture")
-    known = isinstance(architecture, str) and architecture in _ARCHITECTURES
-    expected = " or ".join(map(repr, _ARCHITECTURES))
+    known = isinstance(architecture, str) and architecture in FAMILIES
+    expected = f"one of {', '.join(FAMILIES)}"
     require(known, f"{path}: general.architecture", expected, repr(architecture))
-    config = _config(file, owners, str(architecture))
+    family = FAMILIES[str(architecture)]
+    config = _config(file, owners, str(architecture), family)
     vocabulary = gguf_vocabulary(file.fields, str(path))
     require(vocabulary.size == config.vocab_size, f"{path}: tokens", f"{config.vocab_size} of them", vocabulary.size)
-    return Checkpoint(str(path), config, vocabulary, _params(owners, config, path, architecture == "llama"))
+    return Checkpoint(str(path), config, vocabulary, _params(owners, config, path, family.names))
 
 
 _Owners = dict[str, GgufFile]  # tensor name -> the file that has it
@@ -140,7 +129,7 @@ def _parts(path: Path) -> tuple[GgufFile, _Owners]:
     return first, owners
 
 
-def _config(file: GgufFile, owners: _Owners, architecture: str) -> TransformerConfig:
+def _config(file: GgufFile, owners: _Owners, architecture: str, family: GgufFamily) -> TransformerConfig:
     prefix = f"{architecture}."
     values = {k.removeprefix(prefix): v for k, v in file.fields.items() if k.startswith(prefix)}
     for key in _BY_LAYER:
@@ -148,14 +137,15 @@ def _config(file: GgufFile, owners: _Owners, architecture: str) -> TransformerCo
             values[key] = int(values[key][0])
     read = Fields(values, f"{file.path}: {prefix}")
     for key, value in values.items():
-        require(key in _KNOWN, read.name(key), "only fields that are supported", repr(value))
+        require(key in _KNOWN | family.known, read.name(key), "only fields that are supported", repr(value))
     d_model, n_heads = read.size("embedding_length"), read.size("attention.head_count")
     head_dim = read.size("attention.key_length", max(1, d_model // n_heads), most=1 << 16)
     read.only("attention.value_length", read.size("attention.value_length", head_dim), head_dim)
     read.only("attention.scale", read.get("attention.scale", float, 0.0), 0.0)
     read.only("attention.causal", read.get("attention.causal", bool, True), True)
-    read.only("rope.dimension_count", read.size("rope.dimension_count", head_dim), head_dim)
-    read.only("expert_count", read.get("expert_count", int, 0), 0)
+    turning = read.size("rope.dimension_count", head_dim)
+    if not family.partial:
+        read.only("rope.dimension_count", turning, head_dim)
     n_layers = read.size("block_count")
     require(n_layers <= len(owners), read.name("block_count"), "layers that are in the file", n_layers)
     fields: dict[str, Any] = {
@@ -167,11 +157,15 @@ def _config(file: GgufFile, owners: _Owners, architecture: str) -> TransformerCo
         "head_dim": head_dim,
         "d_mlp": read.size("feed_forward_length"),
         "context_length": read.size("context_length"),
-        "norm_eps": read.real("attention.layer_norm_rms_epsilon"),
+        "norm_eps": read.real(family.eps),
         "rope_theta": read.real("rope.freq_base", 10000.0),
+        "rotary_dim": None if turning == head_dim else turning,
         "tied": "output.weight" not in owners,
-        **_ARCHITECTURES[architecture],
+        **family.fields,
     }
+    fields |= family.read(read, fields)
+    if not fields.get("n_experts"):
+        read.only("expert_count", read.get("expert_count", int, 0), 0)
     try:
         return _with_rope_scaling(TransformerConfig(**fields), read, owners, file.path)
     except ValueError as error:
@@ -181,24 +175,53 @@ def _config(file: GgufFile, owners: _Owners, architecture: str) -> TransformerCo
 
 
 def _with_rope_scaling(config: TransformerConfig, read: Fields, owners: _Owners, path: Path) -> TransformerConfig:
-    """The config with the divisors of the rotary frequencies: from a tensor (Llama 3.1), or one for all (linear)."""
+    """The config with its rotary scaling: a rule, or divisors of the frequencies from tensors."""
     kind = read.get("rope.scaling.type", str, "linear")  # what a file means that gives a factor alone
-    read.only("rope.scaling.type", kind, "none", "linear")
-    read.only("rope.scaling.attn_factor", read.get("rope.scaling.attn_factor", float, 1.0), 1.0)
+    read.only("rope.scaling.type", kind, "none", "linear", "yarn", "longrope")
+    scale = read.real("rope.scaling.attn_factor", 1.0)
+    long = [name for name in _LONG_ROPE if name in owners]
+    require(not long or config.positions == "rotary", f"{path}: tensors", "none beyond those of the model", long)
+    if kind == "longrope" or long:
+        return _long_rope(config, read, owners, path, scale)
+    if kind == "yarn":
+        return _yarn(config, read, scale)
+    read.only("rope.scaling.attn_factor", scale, 1.0)
     old = read.get("rope.scale_linear", float, 0.0)
     factor = read.get("rope.scaling.factor", float, old) if kind == "linear" else 0.0
     require(0 <= factor < np.inf, read.name("rope.scaling.factor"), "a positive number, or 0 for none", factor)
     factor = float(factor) or 1.0
-    half = config.head_dim // 2
+    half = config.rotary // 2
     if _ROPE_FREQS not in owners:
         return config if factor == 1.0 else dataclasses.replace(config, rope_freqs=(factor,) * half)
     require(factor == 1.0, f"{path}: {_ROPE_FREQS}", "no other rope scaling beside it", factor)
-    tensor = _tensor(owners, _ROPE_FREQS, 1, path)
-    require(tensor.shape == (half,), f"{path}: {_ROPE_FREQS}", f"shape ({half},)", tensor.shape)
-    values = np.concatenate([block.reshape(-1) for block in dequantized_rows(owners[_ROPE_FREQS], tensor)])
-    good = bool(np.all(np.isfinite(values) & (values > 0)))
-    require(good, f"{path}: {_ROPE_FREQS}", "positive numbers", values)
+    values = _divisors(owners, _ROPE_FREQS, half, path)
     return _named_scaling(config, values) or dataclasses.replace(config, rope_freqs=tuple(values.tolist()))
+
+
+def _divisors(owners: _Owners, name: str, count: int, path: Path) -> np.ndarray:
+    """A tensor of divisors of the rotary frequencies."""
+    tensor = _tensor(owners, name, 1, path)
+    require(tensor.shape == (count,), f"{path}: {name}", f"shape ({count},)", tensor.shape)
+    values = np.concatenate([block.reshape(-1) for block in dequantized_rows(owners[name], tensor)])
+    require(bool(np.all(np.isfinite(values) & (values > 0))), f"{path}: {name}", "positive numbers", values)
+    return values
+
+
+def _long_rope(config: TransformerConfig, read: Fields, owners: _Owners, path: Path, scale: float) -> TransformerConfig:
+    """Scaled for short texts, with the context of these, until ``with_context`` says otherwise."""
+    context = config.context_length
+    original = read.size("rope.scaling.original_context_length", context)
+    short, long = (tuple(_divisors(owners, name, config.rotary // 2, path).tolist()) for name in _LONG_ROPE)
+    scaling = LongRope(short, long, original, context, scale)
+    return dataclasses.replace(config, rope_scaling=scaling, context_length=min(context, original))
+
+
+def _yarn(config: TransformerConfig, read: Fields, scale: float) -> TransformerConfig:
+    factor = read.real("rope.scaling.factor")
+    original = read.size("rope.scaling.original_context_length", config.context_length)
+    fast, slow = read.real("rope.scaling.yarn_beta_fast", 32.0), read.real("rope.scaling.yarn_beta_slow", 1.0)
+    scale = scale * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    return dataclasses.replace(config, rope_scaling=YarnScaling(factor, original, scale, fast, slow))
 
 
 def _named_scaling(config: TransformerConfig, divisors: np.ndarray) -> TransformerConfig | None:
@@ -220,34 +243,27 @@ def _tensor(owners: _Owners, name: str, n_dims: int, path: Path) -> GgufTensor:
     return tensor
 
 
-def _params(owners: _Owners, config: TransformerConfig, path: Path, permuted: bool) -> tuple[Param, ...]:
-    """Every parameter, from tensors whose presence and shape are checked; every tensor must be used.
-
-    permuted: the rows of queries and keys are.
-    """
-    used = {_ROPE_FREQS}
+def _params(owners: _Owners, config: TransformerConfig, path: Path, names: Names) -> tuple[Param, ...]:
+    """Every parameter, from tensors whose presence and shape are checked; every tensor must be used."""
+    used = {_ROPE_FREQS} | (set(_LONG_ROPE) if isinstance(config.rope_scaling, LongRope) else set())
     params = []
     for name, shape in named_shapes(config).items():
-        parts = []
-        for source, part_shape in _NAMES.of(name, shape, config):
-            tensor = _tensor(owners, source, len(part_shape), path)
-            require(tensor.shape == part_shape, f"{owners[source].path}: {source}", f"shape {part_shape}", tensor.shape)
-            used.add(source)
-            parts.append((owners[source], tensor, _row_order(source, config) if permuted else None))
-        stored = functools.partial(stored_tensors, parts) if len(shape) == 2 else None
-        params.append(Param(name, shape, functools.partial(_blocks, parts), stored=stored))
+        pieces: list[StoredPart] = []
+        for part in names.of(name, shape, config):
+            tensor = _tensor(owners, part.name, len(part.shape), path)
+            where = f"{owners[part.name].path}: {part.name}"
+            require(tensor.shape == part.shape, where, f"shape {part.shape}", tensor.shape)
+            used.add(part.name)
+            pieces.append((owners[part.name], tensor, part.order))
+        stored = functools.partial(stored_tensors, pieces) if len(shape) == 2 else None
+        params.append(Param(name, shape, functools.partial(_blocks, pieces), stored=stored))
     surplus = sorted(owners.keys() - used)
     require(not surplus, f"{path}: tensors", "none beyond those of the model", surplus)
     return tuple(params)
 
 
-def _row_order(source: str, config: TransformerConfig) -> np.ndarray | None:
-    """Rows of queries and keys in rotate-half order: within a head, first the even rows, then the odd ones."""
-    if not source.endswith(("attn_q.weight", "attn_k.weight")):
-        return None
-    heads = config.n_heads if source.endswith("attn_q.weight") else config.n_kv_heads
-    return np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+def _blocks(pieces: list[StoredPart]) -> Iterator[np.ndarray]:
+    def rows(file: GgufFile, tensor: GgufTensor, order: Callable[[], np.ndarray] | None) -> Iterator[np.ndarray]:
+        return dequantized_rows(file, tensor, None if order is None else order())
 
-
-def _blocks(parts: list[tuple[GgufFile, GgufTensor, np.ndarray | None]]) -> Iterator[np.ndarray]:
-    return itertools.chain.from_iterable(dequantized_rows(*part) for part in parts)
+    return itertools.chain.from_iterable(rows(*piece) for piece in pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +16,13 @@ from jaxdecode.checkpoint.gguf_file import GgufFile, GgufTensor, raw_rows
 from jaxdecode.checkpoint.source import Stored
 from jaxdecode.quant import QRows, over_rows
 
-__all__ = ["stored_tensors"]
+__all__ = ["StoredPart", "stored_tensors"]
 
-_Part = tuple[GgufFile, GgufTensor, np.ndarray | None]
+StoredPart = tuple[GgufFile, GgufTensor, Callable[[], np.ndarray] | None]
 _FLOATS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16)}
 
 
-def stored_tensors(parts: Sequence[_Part], dtype: np.dtype[Any]) -> Stored:
+def stored_tensors(parts: Sequence[StoredPart], dtype: np.dtype[Any]) -> Stored:
     """A parameter whose rows are those of some tensors; neighbours of one type become one.
 
     F16 and BF16 stay as they are, F32 becomes ``dtype``. ValueError: a block type that is not known.
@@ -38,10 +38,10 @@ def stored_tensors(parts: Sequence[_Part], dtype: np.dtype[Any]) -> Stored:
     return Stored(QRows(tuple(specs), dtype), lambda: QRows(tuple(_made(run, dtype) for run in runs), dtype))
 
 
-def _spec(run: Sequence[_Part], dtype: np.dtype[Any]) -> Any:
+def _spec(run: Sequence[StoredPart], dtype: np.dtype[Any]) -> Any:
     """The shapes and dtypes of a run of tensors, from what one row of it becomes."""
     tensor = run[0][1]
-    rows, width = sum(part[1].shape[0] for part in run), tensor.shape[-1]
+    rows, width = sum(math.prod(part[1].shape[:-1]) for part in run), tensor.shape[-1]
     raw = np.zeros((1, tensor.nbytes // math.prod(tensor.shape[:-1])), np.uint8)
     one = _converted(tensor.type.name, raw, width, dtype)
 
@@ -53,10 +53,10 @@ def _spec(run: Sequence[_Part], dtype: np.dtype[Any]) -> Any:
     return over_rows(many, one)
 
 
-def _made(run: Sequence[_Part], dtype: np.dtype[Any]) -> Any:
+def _made(run: Sequence[StoredPart], dtype: np.dtype[Any]) -> Any:
     def pieces() -> Iterator[Any]:
         for file, tensor, order in run:
-            for raw in raw_rows(file, tensor, order):
+            for raw in raw_rows(file, tensor, None if order is None else order()):
                 yield _converted(tensor.type.name, raw, tensor.shape[-1], dtype)
 
     return over_rows(lambda axis, *rows: np.concatenate(rows, axis), *pieces())

@@ -1,4 +1,4 @@
-"""Hugging Face directories of llama-family models: tensors to parameters.
+"""Hugging Face directories: tensors to parameters, by the names of the family that ``config.json`` says.
 
 A parameter here is made of one tensor, or of several whose rows stand below each other. Where these lie so already (our
 own ``save`` writes them like this) the parameter is the memory map itself.
@@ -18,33 +18,18 @@ import numpy as np
 from jaxdecode.checkpoint.fields import read_json
 from jaxdecode.checkpoint.generation_config import law_of
 from jaxdecode.checkpoint.hf_config import config_from_json
+from jaxdecode.checkpoint.hf_families import FAMILIES, Family
 from jaxdecode.checkpoint.hf_tokenizer import hf_vocabulary
 from jaxdecode.checkpoint.quantized import OURS, saved_params
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, read_safetensors
-from jaxdecode.checkpoint.source import Checkpoint, Names, Param, named_shapes
+from jaxdecode.checkpoint.source import Checkpoint, Param, Part, named_shapes
 from jaxdecode.checks import require
 from jaxdecode.models.transformer import TransformerConfig
 
-__all__ = ["CONFIG", "GENERATION", "INDEX", "NAMES", "WEIGHTS", "read_llama_directory", "source_files", "weight_files"]
+__all__ = ["CONFIG", "GENERATION", "INDEX", "WEIGHTS", "read_llama_directory", "source_files", "weight_files"]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-NAMES = Names(
-    whole={"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"},
-    layer="model.layers.{}.",
-    parts={
-        "attn_norm": ("input_layernorm.weight",),
-        "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-        "q_norm": ("self_attn.q_norm.weight",),
-        "k_norm": ("self_attn.k_norm.weight",),
-        "out": ("self_attn.o_proj.weight",),
-        "mlp_norm": ("post_attention_layernorm.weight",),
-        "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        "down": ("mlp.down_proj.weight",),
-    },
-)
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in files of before 2024; never used
 _FLOATS = (np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
 _SHARD = re.compile(r"[\w.-]+\.safetensors")
 _BLOCK_VALUES = 1 << 21  # values converted at a time
@@ -54,6 +39,11 @@ _TEXTS = ("*.json", "*.jinja", "*.safetensors")
 class _Tensor(NamedTuple):
     file: Path
     values: np.ndarray
+
+
+class _Piece(NamedTuple):
+    tensor: _Tensor
+    part: Part
 
 
 def source_files(folder: Path) -> list[Path]:
@@ -75,14 +65,16 @@ def read_llama_directory(folder: Path) -> Checkpoint:
     generation = read_json(path) if path.exists() else {}
     vocabulary = hf_vocabulary(folder, values, generation, config.vocab_size)
     tensors = _tensors(folder)
-    n_layers = config.n_layers
-    require(n_layers <= len(tensors), f"{folder / CONFIG}: num_hidden_layers", "layers that are in the file", n_layers)
+    where, n_layers, n_experts = f"{folder / CONFIG}: ", config.n_layers, config.n_experts
+    require(n_layers <= len(tensors), f"{where}num_hidden_layers", "layers that are in the file", n_layers)
+    require(n_experts <= len(tensors), f"{where}number of experts", "experts that are in the file", n_experts)
     law = law_of(generation, str(path))
     if ours:
         arrays = {name: tensor.values for name, tensor in tensors.items()}
         params, scheme = saved_params(quantized, arrays, config, str(folder))
         return Checkpoint(str(folder), config, vocabulary, params, law, scheme)
-    return Checkpoint(str(folder), config, vocabulary, _params(tensors, config, folder), law)
+    params = _params(tensors, config, FAMILIES[values["architectures"][0]], folder)
+    return Checkpoint(str(folder), config, vocabulary, params, law)
 
 
 def weight_files(folder: Path) -> dict[str, list[str]]:
@@ -121,19 +113,22 @@ def _tensors(folder: Path) -> dict[str, _Tensor]:
     return found
 
 
-def _params(tensors: dict[str, _Tensor], config: TransformerConfig, folder: Path) -> tuple[Param, ...]:
+def _params(tensors: dict[str, _Tensor], config: TransformerConfig, family: Family, folder: Path) -> tuple[Param, ...]:
     """Every parameter, from tensors whose presence, shape and type are checked; every tensor must be used."""
-    used = {name for name in tensors if _DERIVED.fullmatch(name)}
+    names, prefix = family.names, family.prefix
+    if not any(name.startswith(prefix) for name in tensors):  # saved as the model without its head
+        tensors = {name if name == names.whole["head"] else prefix + name: t for name, t in tensors.items()}
+    used = {name for name in tensors if family.derived.fullmatch(name)}
     params = []
     for name, shape in named_shapes(config).items():
-        parts = []
-        for source, part_shape in NAMES.of(name, shape, config):
-            parts.append(_checked(tensors, source, part_shape, folder))
-            used.add(source)
-        params.append(Param(name, shape, lambda parts=parts: _blocks(parts), _mapped(parts, shape)))  # type: ignore[misc]
-    head = NAMES.whole["head"]
+        pieces = []
+        for part in names.of(name, shape, config):
+            pieces.append(_Piece(_checked(tensors, part.name, part.shape, folder), part))
+            used.add(part.name)
+        params.append(Param(name, shape, lambda pieces=pieces: _blocks(pieces), _mapped(pieces, shape)))  # type: ignore[misc]
+    head = names.whole["head"]
     if config.tied and head in tensors:
-        params[0] = _tied(params[0], _checked(tensors, head, params[0].shape, folder))
+        params[0] = _tied(params[0], _checked(tensors, head, params[0].shape, folder), head)
         used.add(head)
     surplus = sorted(tensors.keys() - used)
     require(not surplus, f"{folder}: tensors", "none beyond those of the model", surplus)
@@ -150,39 +145,43 @@ def _checked(tensors: dict[str, _Tensor], name: str, shape: tuple[int, ...], fol
     return tensor
 
 
-def _tied(embed: Param, head: _Tensor) -> Param:
+def _tied(embed: Param, head: _Tensor, name: str) -> Param:
     """The embedding of a file that says it is the head as well, and holds that too: they must be equal."""
 
     def blocks() -> Iterator[np.ndarray]:
-        for block, same in zip(embed.blocks(), _rows(head.values), strict=True):
+        for block, same in zip(embed.blocks(), _rows(head.values, Part(name, embed.shape)), strict=True):
             equal = bool(np.array_equal(block, same))
-            require(
-                equal, f"{head.file}: {NAMES.whole['head']}", "the embedding's values (tie_word_embeddings)", "others"
-            )
+            require(equal, f"{head.file}: {name}", "the embedding's values (tie_word_embeddings)", "others")
             yield block
 
     return embed._replace(blocks=blocks, mapped=None)
 
 
-def _rows(values: np.ndarray) -> Iterator[np.ndarray]:
-    step = max(1, _BLOCK_VALUES // max(1, math.prod(values.shape[1:])))
-    for first in range(0, len(values), step):
-        yield values[first : first + step]
+def _rows(values: np.ndarray, part: Part) -> Iterator[np.ndarray]:
+    """The rows of a parameter that a tensor is, a few at a time."""
+    matrix = values.T if part.transposed else values
+    order = None if part.order is None else part.order()
+    step = max(1, _BLOCK_VALUES // max(1, math.prod(matrix.shape[1:])))
+    for first in range(0, len(matrix), step):
+        rows = slice(first, first + step)
+        block = matrix[rows] if order is None else matrix[order[rows]]
+        yield block + np.float32(part.plus) if part.plus else block
 
 
-def _blocks(parts: list[_Tensor]) -> Iterator[np.ndarray]:
-    for part in parts:
-        yield from _rows(part.values)
+def _blocks(pieces: list[_Piece]) -> Iterator[np.ndarray]:
+    for tensor, part in pieces:
+        yield from _rows(tensor.values, part)
 
 
-def _mapped(parts: list[_Tensor], shape: tuple[int, ...]) -> np.ndarray | None:
+def _mapped(pieces: list[_Piece], shape: tuple[int, ...]) -> np.ndarray | None:
     """The tensors as one array over the mapped file, if they lie in it one behind the other, aligned for jax."""
-    first = parts[0].values
+    file, first = pieces[0].tensor
     at: Any = first.ctypes.data
     if at % ALIGNMENT:
         return None
-    for file, values in parts:
-        if file != parts[0].file or values.dtype != first.dtype or values.ctypes.data != at:
+    for tensor, part in pieces:
+        values = tensor.values
+        if not part.is_plain or tensor.file != file or values.dtype != first.dtype or values.ctypes.data != at:
             return None
         at += values.nbytes
     strides = tuple(first.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdecode.checkpoint.converted import Progress, sync_folder, write_text
-from jaxdecode.checkpoint.hf_config import config_to_json
-from jaxdecode.checkpoint.hf_llama import CONFIG, GENERATION, INDEX, NAMES, WEIGHTS
+from jaxdecode.checkpoint.hf_config import config_to_json, family_of
+from jaxdecode.checkpoint.hf_families import FAMILIES
+from jaxdecode.checkpoint.hf_llama import CONFIG, GENERATION, INDEX, WEIGHTS
 from jaxdecode.checkpoint.hf_tokenizer import tokenizer_files
 from jaxdecode.checkpoint.quantized import OURS, described, entries_of
 from jaxdecode.checkpoint.safetensors_file import Entry, write_safetensors
-from jaxdecode.checkpoint.source import named_shapes
+from jaxdecode.checkpoint.source import Names, Part, named_shapes
 from jaxdecode.checks import require
 from jaxdecode.models.transformer import TransformerConfig
 from jaxdecode.quant import QTensor, is_quantized
@@ -42,20 +43,21 @@ def save(
     notes: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a model of the llama family to a new or empty ``directory``, and return that.
+    """Write a model of any family that is known to a new or empty ``directory``, and return that.
 
-    It loads back bit for bit, without a converted copy, and transformers reads it: config.json, generation_config.json,
+    It loads back bit for bit, and transformers reads it; without a converted copy too, unless the family stores weights
+    another way than the model uses them (Gemma, GPT-2, GPT-NeoX): config.json, generation_config.json,
     tokenizer.json, tokenizer_config.json with the chat template, and the weights in their own dtype, in one
     model.safetensors, or in several and an index if ``max_shard_bytes`` is less than they have. The directory appears
     when it is complete, or not at all. Quantized params are written as they are, with ``notes`` (JSON) of how they were
-    made in config.json; only this library reads those. ValueError: another kind of model or params, rotary divisors
-    that config.json cannot state, notes without quantized params; FileExistsError: a directory that is not empty.
+    made in config.json; only this library reads those. ValueError: another kind of model or params, what no family's
+    config.json can state, notes without quantized params; FileExistsError: a directory that is not empty.
     """
     folder = Path(directory).expanduser()
     _check_free(folder)
     config = loaded.config
     if not isinstance(config, TransformerConfig):
-        raise ValueError(f"save: expected a model of the llama family, got {type(config).__name__}")
+        raise ValueError(f"save: expected a transformer, got {type(config).__name__}")
     shard = max_shard_bytes is None or (isinstance(max_shard_bytes, int) and max_shard_bytes > 0)
     require(shard, "save: max_shard_bytes", "a positive number, or None", max_shard_bytes)
     found = _found(loaded.params, config)
@@ -124,7 +126,8 @@ def _groups(found: Mapping[str, Any], config: TransformerConfig) -> list[list[En
     """The tensors to write; those of a group are read as one parameter, so they lie side by side in one file."""
     dtypes = sorted({str(leaf.dtype) for leaf in found.values()})
     require(len(dtypes) == 1 and dtypes[0] in _DTYPES, "save: params", f"one dtype of {', '.join(_DTYPES)}", dtypes)
-    return [_group(name, leaf, config) for name, leaf in found.items()]
+    names = FAMILIES[family_of(config)].names
+    return [_group(name, leaf, config, names) for name, leaf in found.items()]
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -132,19 +135,26 @@ def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
-def _group(name: str, leaf: Any, config: TransformerConfig) -> list[Entry]:
+def _group(name: str, leaf: Any, config: TransformerConfig, names: Names) -> list[Entry]:
     entries, first = [], 0
-    for tensor, shape in NAMES.of(name, leaf.shape, config):
-        rows = slice(first, first + shape[0])
-        blocks = _values(leaf, rows)
-        entries.append(Entry(tensor, np.dtype(leaf.dtype), shape, blocks, "save", follows=first > 0))
-        first += shape[0]
+    for part in names.of(name, leaf.shape, config):
+        rows = slice(first, first + part.shape[1 if part.transposed else 0])
+        blocks = _values(leaf, rows, part)
+        entries.append(Entry(part.name, np.dtype(leaf.dtype), part.shape, blocks, "save", follows=first > 0))
+        first = rows.stop
     return entries
 
 
-def _values(leaf: Any, rows: slice) -> Callable[[], Iterator[np.ndarray]]:
+def _values(leaf: Any, rows: slice, part: Part) -> Callable[[], Iterator[np.ndarray]]:
+    """The values of a tensor of the file, from the rows of a parameter."""
+
     def blocks() -> Iterator[np.ndarray]:
-        yield np.asarray(leaf)[rows]
+        values = np.asarray(leaf)[rows]
+        if part.plus:
+            values = values - values.dtype.type(part.plus)
+        if part.order is not None:
+            values = values[np.argsort(part.order())]
+        yield np.ascontiguousarray(values.T) if part.transposed else values
 
     return blocks
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from jaxdecode.base import Params
 from jaxdecode.models.transformer import TransformerConfig, param_shapes
 from jaxdecode.text.backend import Vocabulary
 
-__all__ = ["AS_STORED", "Checkpoint", "Names", "Param", "Stored", "named_shapes", "params_from_names"]
+__all__ = ["AS_STORED", "Checkpoint", "Names", "Param", "Part", "Stored", "named_shapes", "params_from_names"]
 
 AS_STORED = "as_stored"  # stands where a scheme does: every weight as its file has it
 
@@ -52,31 +53,90 @@ class Checkpoint(NamedTuple):
     scheme: str | None = None
 
 
-class Names(NamedTuple):
-    """How a format names tensors: one for each parameter outside the layers, and those whose rows make one of a layer.
+class Part(NamedTuple):
+    """One tensor behind a parameter: its name and shape in the file, and how its values become rows of the parameter.
 
-    layer: what stands before the names of a layer, with {} for its number. The order of a layer's tensors is that of
-    their rows in the parameter.
+    order: gives the row of the tensor that each row of the parameter is (None: the same). transposed: the file has
+    outputs as columns. plus: what is added to every value.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    order: Callable[[], np.ndarray] | None = None
+    transposed: bool = False
+    plus: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor is the parameter's rows as they are."""
+        return self.order is None and not self.transposed and not self.plus
+
+
+class Names(NamedTuple):
+    """How a family's files name tensors: one for each parameter outside the layers, and those that make one of a layer.
+
+    layer: what stands before the names of a layer, with {} for its number; {} in a part's name counts experts. The
+    order of a layer's tensors is that of their rows in the parameter. transposed: matrices of layers have outputs as
+    columns. plus_one: norms are stored less 1. heads: "interleaved" rows of queries and keys follow the convention in
+    which feature 2i turns with 2i+1; "by head" has the queries, keys and values of each head together. stacked:
+    experts are the first axis of one tensor.
     """
 
     whole: Mapping[str, str]
     layer: str
     parts: Mapping[str, tuple[str, ...]]
+    transposed: bool = False
+    plus_one: bool = False
+    heads: Literal["", "interleaved", "by head"] = ""
+    stacked: bool = False
 
-    def of(self, name: str, shape: tuple[int, ...], config: TransformerConfig) -> list[tuple[str, tuple[int, ...]]]:
-        """The format's tensors behind the parameter ``name``, each with the shape that it must have."""
+    def of(self, name: str, shape: tuple[int, ...], config: TransformerConfig) -> list[Part]:
+        """The file's tensors behind the parameter ``name``, in the order of its rows."""
+        kind = name.rpartition(".")[2]
+        plus = 1.0 if self.plus_one and kind.endswith("norm") else 0.0
         if name in self.whole:
-            return [(self.whole[name], shape)]
-        _, number, kind = name.split(".")
-        tensors = [self.layer.format(number) + part for part in self.parts[kind]]
-        kv_rows = config.n_kv_heads * config.head_dim
-        qkv = [config.n_heads * config.head_dim, kv_rows, kv_rows]
-        rows = {
-            "qkv": qkv,
-            "qkv_bias": qkv,
-            "gate_up": [config.d_mlp, config.d_mlp],
-        }.get(kind, [shape[0]])
-        return [(tensor, (n, *shape[1:])) for tensor, n in zip(tensors, rows, strict=True)]
+            return [Part(self.whole[name], shape, plus=plus)]
+        tensors = [self.layer.format(name.split(".")[1]) + part for part in self.parts[kind]]
+        if kind.startswith("expert"):
+            return self._experts(tensors, shape, config)
+        rows = self._rows(kind, len(tensors), shape, config)
+        orders = self._orders(kind, config) or [None] * len(tensors)
+        transposed = self.transposed and len(shape) == 2
+        return [
+            Part(tensor, (*shape[1:], n) if transposed else (n, *shape[1:]), order, transposed, plus)
+            for tensor, n, order in zip(tensors, rows, orders, strict=True)
+        ]
+
+    def _experts(self, tensors: list[str], shape: tuple[int, ...], config: TransformerConfig) -> list[Part]:
+        each = (shape[0] // config.n_experts, *shape[1:])
+        if self.stacked:
+            return [Part(tensors[0], (config.n_experts, *each))]
+        return [Part(tensors[0].format(i), each) for i in range(config.n_experts)]
+
+    def _rows(self, kind: str, count: int, shape: tuple[int, ...], config: TransformerConfig) -> list[int]:
+        if kind in ("qkv", "qkv_bias") and count == 3:
+            keys = config.n_kv_heads * config.head_dim
+            return [config.n_heads * config.head_dim, keys, keys]
+        return [shape[0] // count] * count
+
+    def _orders(self, kind: str, config: TransformerConfig) -> list[Callable[[], np.ndarray] | None]:
+        """Of each tensor that makes queries, keys and values. Nothing is made before the sizes are checked."""
+        if self.heads == "by head" and kind in ("qkv", "qkv_bias"):
+            return [functools.partial(_by_head, config.n_heads, config.head_dim)]
+        if self.heads == "interleaved" and kind == "qkv":
+            counts = (config.n_heads, config.n_kv_heads)
+            return [*(functools.partial(_halves, count, config.head_dim) for count in counts), None]
+        return []
+
+
+def _by_head(heads: int, head_dim: int) -> np.ndarray:
+    """Rows of all queries, then all keys, then all values, where they lie head by head."""
+    return np.arange(3 * heads * head_dim).reshape(heads, 3, head_dim).swapaxes(0, 1).reshape(-1)
+
+
+def _halves(heads: int, head_dim: int) -> np.ndarray:
+    """Rows in rotate-half order: within a head, first the even rows, then the odd ones."""
+    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def named_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:

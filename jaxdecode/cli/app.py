@@ -11,7 +11,8 @@ from jaxdecode.cli.decoding import CONSTRAINTS, DRAFTS, GroupedCommand, with_dec
 
 __all__ = ["MODELS", "app"]
 
-MODELS = ("smollm2-135m", "toy")  # the catalogue's names, which completing a command line should not have to load
+# The catalogue's names, which completing a command line should not have to load.
+MODELS = ("smollm2-135m", "gemma3-270m", "toy")
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -21,7 +22,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 # Options that several commands have.
 DtypeName = Literal["float32", "bfloat16", "float16"]
-MODEL_HELP = "A model by name (smollm2-135m, toy), a .gguf file, a Hugging Face folder, or a hub id (owner/name)."
+MODEL_HELP = f"A model by name ({', '.join(MODELS)}), a .gguf file, a Hugging Face folder, or a hub id (owner/name)."
 ModelOption = Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
 Temperature = Annotated[
     float, typer.Option(metavar="T", help="0: always the most probable token; 1: the model's own law.")

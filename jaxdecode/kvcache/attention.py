@@ -90,8 +90,8 @@ def _masks(sight: _Sight, layer: Layer, window: Window | None) -> Callable[[int,
     return seen
 
 
-def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array) -> _Part:
-    """q[B,K,M,h] over a block's slots; ``seen[B,M,T]``."""
+def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array, softcap: float | None) -> _Part:
+    """q[B,K,M,h] over a block's slots; ``seen[B,M,T]``. softcap c: c tanh(x / c) of the scores."""
     wide = np.promote_types(q.dtype, np.float32)
     if isinstance(block, Int4Block):
         k, v = int4_values(block, q.dtype)
@@ -100,7 +100,10 @@ def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array) -> _Part:
     scores = jnp.einsum("bkmh,bkht->bkmt", q, k, preferred_element_type=wide)
     if isinstance(block, Int8Block):
         scores = scores * block.k_scale[:, :, None].astype(wide)
-    scores = jnp.where(seen[:, None], scores * (q.shape[-1] ** -0.5), HIDDEN)
+    scores = scores * (q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    scores = jnp.where(seen[:, None], scores, HIDDEN)
     top = jnp.max(scores, axis=-1)
     weight = jnp.exp(scores - lax.stop_gradient(top)[..., None])
     total = jnp.sum(weight, axis=-1)
@@ -117,7 +120,9 @@ def _merge(a: _Part, b: _Part) -> _Part:
     return _Part(a.out * wa[..., None] + b.out * wb[..., None], top, a.total * wa + b.total * wb)
 
 
-def _merge_rows(part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array) -> _Part:
+def _merge_rows(
+    part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array, softcap: float | None
+) -> _Part:
     """``part`` merged with attention over one more block, of the ``needed[R]`` rows alone, each by itself."""
 
     def row(part: _Part, b: jax.Array) -> tuple[_Part, None]:
@@ -125,7 +130,7 @@ def _merge_rows(part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, nee
             return lax.dynamic_slice_in_dim(x, b, 1)
 
         def more(part: _Part) -> _Part:
-            new = _attend_block(one(q), over_slots(lambda axis, x: one(x), block), one(seen))
+            new = _attend_block(one(q), over_slots(lambda axis, x: one(x), block), one(seen), softcap)
             merged = _merge(_Part(*map(one, part)), new)
             rows = zip(part, merged, strict=True)
             return _Part(*(lax.dynamic_update_slice_in_dim(x, y, b, 0) for x, y in rows))
@@ -140,6 +145,7 @@ def _attend_layer(
     layer: Layer,
     seen: Callable[[int, int], jax.Array],
     reach: jax.Array,
+    softcap: float | None,
     filled: jax.Array | None = None,
 ) -> _Part:
     """Attention of q[R,K,M,h] over the slots it sees, of which ``reach`` are filled in some row.
@@ -149,7 +155,7 @@ def _attend_layer(
     """
 
     def over(block: AnyBlock, offset: int) -> _Part:
-        return _attend_block(q, block, seen(offset, block.v.shape[2]))
+        return _attend_block(q, block, seen(offset, block.v.shape[2]), softcap)
 
     part = over(layer[0], 0)
     for offset, block in offsets(layer)[1:]:
@@ -157,7 +163,7 @@ def _attend_layer(
         def more(part: _Part, block: AnyBlock = block, offset: int = offset) -> _Part:
             if filled is None:
                 return _merge(part, over(block, offset))
-            return _merge_rows(part, q, block, seen(offset, block.v.shape[2]), filled > offset)
+            return _merge_rows(part, q, block, seen(offset, block.v.shape[2]), filled > offset, softcap)
 
         part = lax.cond(reach > offset, more, lambda part: part, part)
     return part
@@ -185,19 +191,31 @@ def _of_groups(sight: _Sight, n: int) -> _Sight:
 
 
 def _attend_shared(
-    q: jax.Array, layer: Layer, segment: Segment, sight: _Sight, window: Window | None, reach: jax.Array
+    q: jax.Array,
+    layer: Layer,
+    segment: Segment,
+    sight: _Sight,
+    window: Window | None,
+    reach: jax.Array,
+    softcap: float | None,
 ) -> _Part:
     """Attention of q[B,K,M,h] over one layer of a shared level."""
     if segment.repeats is None:
         layer = base.take_rows(layer, segment.segment_of_row)
-        return _attend_layer(q, layer, _masks(sight, layer, window), reach)
+        return _attend_layer(q, layer, _masks(sight, layer, window), reach, softcap)
     n = segment.repeats  # a segment is read once for all rows that use it
     seen = _masks(_of_groups(sight, n), layer, window)
-    return _apart(_attend_layer(_together(q, n), layer, seen, reach), n)
+    return _apart(_attend_layer(_together(q, n), layer, seen, reach, softcap), n)
 
 
 def _attend_beams(
-    q: jax.Array, layer: Layer, cache: KVCache, sight: _Sight, window: Window | None, reach: jax.Array
+    q: jax.Array,
+    layer: Layer,
+    cache: KVCache,
+    sight: _Sight,
+    window: Window | None,
+    reach: jax.Array,
+    softcap: float | None,
 ) -> _Part:
     """Attention of q[B,K,M,h] over the tails of its group: each is read once for the queries of all beams."""
     batch, _, size, _ = q.shape
@@ -216,14 +234,16 @@ def _attend_beams(
         there = jnp.repeat(jnp.repeat(there, size, axis=1), beams, axis=0)
         return inside(offset, slots) & (there == own[:, None, None])
 
-    part = _attend_layer(every, layer, seen, reach)
+    part = _attend_layer(every, layer, seen, reach, softcap)
     out, top, total = (x.reshape(groups, beams, *x.shape[1:]) for x in part)
     most = jnp.max(top, axis=1)
     weight = jnp.exp(top - most[:, None])
     return _apart(_Part(jnp.sum(out * weight[..., None], 1), most, jnp.sum(total * weight, 1)), beams)
 
 
-def _attend(q: jax.Array, layer: Layer, cache: KVCache, plan: Plan, new: AnyBlock | None = None) -> jax.Array:
+def _attend(
+    q: jax.Array, layer: Layer, cache: KVCache, plan: Plan, softcap: float | None, new: AnyBlock | None = None
+) -> jax.Array:
     """Attention of ``q[B,K,G,S,h]`` over every part.
 
     ``layer`` is the tail after this call's ``write``, or before it, and then ``new`` is what will be written. Shared
@@ -238,31 +258,33 @@ def _attend(q: jax.Array, layer: Layer, cache: KVCache, plan: Plan, new: AnyBloc
         tail = tail._replace(visible=jnp.minimum(visible, plan.start[:, None]))
     if cache.source is None:
         filled = plan.length if cache.uneven and size == 1 else None
-        part = _attend_layer(flat, layer, _masks(tail, layer, window), plan.reach, filled)
+        part = _attend_layer(flat, layer, _masks(tail, layer, window), plan.reach, softcap, filled)
     else:
-        part = _attend_beams(flat, layer, cache, tail, window, plan.reach)
+        part = _attend_beams(flat, layer, cache, tail, window, plan.reach, softcap)
     if new is not None:
         token = plan.start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        part = _merge(part, _attend_block(flat, new, tail._replace(visible=visible).sees(token)))
+        part = _merge(part, _attend_block(flat, new, tail._replace(visible=visible).sees(token), softcap))
     before = jnp.zeros_like(plan.before)
     for segment, reach in zip(cache.shared, plan.shared_reach, strict=True):
         held = jnp.take(segment.held, segment.segment_of_row)
         sight = _sight(jnp.broadcast_to(segment.visible[:, None], visible.shape), before, total, held, window)
-        part = _merge(part, _attend_shared(flat, segment.layers[0], segment, sight, window, reach))
+        part = _merge(part, _attend_shared(flat, segment.layers[0], segment, sight, window, reach, softcap))
         before = before + segment.visible
     out = part.out / part.total[..., None]
     return out.astype(q.dtype).reshape(q.shape)
 
 
-def extend(q: jax.Array, k: jax.Array, v: jax.Array, past: KVCache, plan: Plan) -> tuple[jax.Array, Layer]:
+def extend(
+    q: jax.Array, k: jax.Array, v: jax.Array, past: KVCache, plan: Plan, *, softcap: float | None = None
+) -> tuple[jax.Array, Layer]:
     """Write ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the only layer of ``past``, and attend to all that is there.
 
     Causal attention of ``q[B,K,G,S,h]`` (G query heads per KV head), scaled by h^-1/2; returns [B,K,G,S,h], and the
-    layer. A ring is read before more is written than its slack allows.
+    layer. softcap c: scores are c tanh(score / c). A ring is read before more is written than its slack allows.
     """
     (layer,), window = past.layers, past.window(0)
     ring = window if may_wrap(layer, window, past.capacity) else None
     if ring is not None and k.shape[1] > ring.slack + 1:
-        return _attend(q, layer, past, plan, encoded(k, v, layer[0])), write(layer, k, v, plan, ring)
+        return _attend(q, layer, past, plan, softcap, encoded(k, v, layer[0])), write(layer, k, v, plan, ring)
     layer = write(layer, k, v, plan, ring)
-    return _attend(q, layer, past, plan), layer
+    return _attend(q, layer, past, plan, softcap), layer

@@ -31,10 +31,13 @@ def cache_bytes(config: TransformerConfig, tokens: int, dtype: DTypeLike, slack:
 def layer_multiplications(config: TransformerConfig, t: int) -> int:
     """Multiplications of one layer at position t (1-based), with a cache: 2tHh + 2dHh + 2dKh + 3df (S7.5).
 
-    Of a layer without a window; one with a window attends to no more than that.
+    Of a layer without a window; one with a window attends to no more than that. An MLP without a gate has 2df, a
+    mixture of experts 3df for each that is chosen, and its router.
     """
     d, heads = config.d_model, config.n_heads * config.head_dim
-    return 2 * t * heads + 2 * d * heads + 2 * d * config.n_kv_heads * config.head_dim + 3 * d * config.d_mlp
+    mlp = (3 if config.gated else 2) * d * config.d_mlp
+    mlp = mlp * config.experts_per_token + d * config.n_experts if config.n_experts else mlp
+    return 2 * t * heads + 2 * d * heads + 2 * d * config.n_kv_heads * config.head_dim + mlp
 
 
 def param_count(params: Params) -> int:
@@ -59,10 +62,15 @@ class StepCounts(NamedTuple):
 def step_counts(config: TransformerConfig, params: dict[str, Any], batch: int, t: int, dtype: DTypeLike) -> StepCounts:
     """Counts of one decode step; ``dtype`` is that of the cache.
 
-    Weights are read once per step whatever the batch; of the embedding table only a tied head reads all of it.
+    Weights are read once per step whatever the batch; of the embedding table only a tied head reads all of it, of
+    learned positions nothing to speak of, and of experts those that are chosen, all different at worst.
     """
     per_row = config.n_layers * layer_multiplications(config, t) + config.d_model * config.vocab_size
-    weights = param_bytes(params)
+    weights = param_bytes(params) - param_bytes(params.get("positions"))
     if not config.tied:
         weights -= param_bytes(params["embed"])
+    if config.n_experts:
+        experts = [leaf for layer in params["layers"] for name, leaf in layer.items() if name.startswith("expert")]
+        idle = max(0, config.n_experts - batch * config.experts_per_token)
+        weights -= param_bytes(experts) * idle // config.n_experts
     return StepCounts(batch * per_row, weights, batch * cache_bytes(config, t, dtype))

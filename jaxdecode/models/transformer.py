@@ -1,18 +1,15 @@
-"""The decoder-only transformer, as pure functions: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The decoder-only transformer, as pure functions: one model for every family, whose switches are static.
 
 Params: ``{"embed": [V,D], "layers": ({"attn_norm": [D], "qkv": [(H+2K)h, D], "out": [D, Hh], "mlp_norm": [D],
 "gate_up": [2F, D], "down": [D, F]}, ...), "norm": [D]}``, and ``"head": [V,D]`` unless it is tied to the embedding.
-Where the config says so, a layer has ``"qkv_bias": [(H+2K)h]``, and ``"q_norm": [h]`` and ``"k_norm": [h]`` too. Query
-and key rows follow the rotate-half convention. Activations are feature-major: [D, B*S], row b's tokens side by
-side.
+Where the config says so, a layer has ``"qkv_bias": [(H+2K)h]``, ``"q_norm": [h]``, ``"k_norm": [h]`` and others:
+``param_shapes`` lists them. Query and key rows follow the rotate-half convention. Activations are feature-major:
+[D, B*S], row b's tokens side by side.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +18,19 @@ from jax.typing import DTypeLike
 
 from jaxdecode import checks, kvcache, linear
 from jaxdecode.base import Model, Params
+from jaxdecode.models.config import TransformerConfig, init_params, param_shapes
+from jaxdecode.models.layers import Angles, angles, capped, layer, norm
+from jaxdecode.models.scaling import DynamicScaling, LongRope, RopeScaling, Scaling, YarnScaling, frequencies
 
 __all__ = [
     "CACHE_DTYPES",
+    "DynamicScaling",
+    "LongRope",
     "RopeScaling",
+    "Scaling",
     "TransformerConfig",
     "WINDOW_SLACK",
+    "YarnScaling",
     "frequencies",
     "init_params",
     "param_shapes",
@@ -37,200 +41,26 @@ __all__ = [
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 WINDOW_SLACK = 64
 
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Rotary scaling of Llama 3.1: slow frequencies divided by ``factor``, fast ones kept, a ramp between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """Static shape of a llama-family model; ``rope_freqs`` (h/2 divisors) as some GGUF files give them.
-
-    sliding_window: tokens that a query sees, its own included: one number for all layers, or one a layer; None: all.
-    attention_sinks: of layers with a window, the first tokens that every query sees too. qkv_bias: queries, keys and
-    values have a bias. qk_norm: every head's queries and keys are normed (RMSNorm) before they are turned.
-    """
-
-    vocab_size: int
-    d_model: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    d_mlp: int
-    context_length: int
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    rope_freqs: tuple[float, ...] | None = None
-    tied: bool = True
-    sliding_window: int | tuple[int | None, ...] | None = None
-    attention_sinks: int = 0
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-    def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "d_model",
-            "n_layers",
-            "n_heads",
-            "n_kv_heads",
-            "head_dim",
-            "d_mlp",
-            "context_length",
-        ):
-            checks.require(getattr(self, name) >= 1, name, "a positive whole number", getattr(self, name))
-        checks.require(self.n_heads % self.n_kv_heads == 0, "n_heads", "a multiple of n_kv_heads", self.n_heads)
-        checks.require(self.head_dim % 2 == 0, "head_dim", "an even number (rotary pairs)", self.head_dim)
-        freqs = self.rope_freqs
-        checks.require(freqs is None or len(freqs) == self.head_dim // 2, "rope_freqs", "head_dim / 2 numbers", freqs)
-        window = self.sliding_window
-        sizes = window if isinstance(window, tuple) else (window,)
-        ok = not isinstance(window, tuple) or len(window) == self.n_layers
-        ok = ok and all(size is None or size >= 1 for size in sizes)
-        checks.require(ok, "sliding_window", "a positive whole number, or one or None a layer", window)
-        checks.require(self.attention_sinks >= 0, "attention_sinks", "a whole number >= 0", self.attention_sinks)
-
-    def windows(self, slack: int) -> tuple[kvcache.Window | None, ...]:
-        """What the cache is told of each layer."""
-        window, sinks = self.sliding_window, self.attention_sinks
-        sizes = window if isinstance(window, tuple) else (window,) * self.n_layers
-        return tuple(None if size is None else kvcache.Window(size, slack, sinks) for size in sizes)
-
-
-def param_shapes(config: TransformerConfig) -> dict[str, Any]:
-    """The pytree of params with a shape at each leaf."""
-    d, h, f = config.d_model, config.head_dim, config.d_mlp
-    rows = (config.n_heads + 2 * config.n_kv_heads) * h
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm": (d,),
-        "qkv": (rows, d),
-        "out": (d, config.n_heads * h),
-        "mlp_norm": (d,),
-        "gate_up": (2 * f, d),
-        "down": (d, f),
-    }
-    if config.qkv_bias:
-        layer["qkv_bias"] = (rows,)
-    if config.qk_norm:
-        layer |= {"q_norm": (h,), "k_norm": (h,)}
-    shapes = {"embed": (config.vocab_size, d), "layers": (layer,) * config.n_layers, "norm": (d,)}
-    return shapes if config.tied else {**shapes, "head": (config.vocab_size, d)}
-
-
-def init_params(config: TransformerConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Random params: normal with variance 1 / inputs, norms 1, biases 0."""
-    shapes, tree = jax.tree_util.tree_flatten_with_path(
-        param_shapes(config), is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int)
-    )
-    keys = jax.random.split(key, len(shapes))
-
-    def leaf(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-        if len(shape) == 1:
-            return jnp.full(shape, 0 if "bias" in name else 1, dtype)
-        return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[1] ** -0.5, dtype)
-
-    leaves = [leaf(jax.tree_util.keystr(path), shape, k) for (path, shape), k in zip(shapes, keys, strict=True)]
-    return jax.tree.unflatten(tree, leaves)
-
-
-def frequencies(config: TransformerConfig) -> np.ndarray:
-    """Rotary angles per position, [h/2], float64."""
-    inverse = config.rope_theta ** (-np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim)
-    if config.rope_freqs is not None:
-        inverse = inverse / np.asarray(config.rope_freqs, np.float64)
-    if (scaling := config.rope_scaling) is not None:
-        turns = scaling.original_context * inverse / (2 * math.pi)  # full turns within the original context
-        ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        ramp = np.clip(ramp, 0, 1)
-        inverse = inverse * ramp + inverse / scaling.factor * (1 - ramp)
-    return inverse
-
-
-def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the features of x[D,R], in float32 or wider."""
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
-    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=0, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale[:, None]
-
-
-def _norm_heads(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the features of every head of x[heads, h, R]."""
-    wide = x.astype(np.promote_types(x.dtype, np.float32))
-    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale[None, :, None]
-
-
-def _angles(config: TransformerConfig, position: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [h/2, B*S] of position[B,S]."""
-    wide = np.promote_types(dtype, np.float32)
-    angle = jnp.asarray(frequencies(config), wide)[:, None] * position.reshape(1, -1).astype(wide)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary positions on x[heads, h, B*S]: feature i turns with feature i + h/2."""
-    halves = x.astype(cos.dtype).reshape(x.shape[0], 2, *cos.shape)
-    turned = jnp.flip(halves, 1) * jnp.stack([-sin, sin])[None]
-    return (halves * cos[None, None] + turned).reshape(x.shape).astype(x.dtype)
-
-
-def _attention(
-    config: TransformerConfig,
-    params: Params,
-    x: jax.Array,
-    past: kvcache.KVCache,
-    plan: kvcache.Plan,
-    angles: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, kvcache.Layer]:
-    heads, kv, h = config.n_heads, config.n_kv_heads, config.head_dim
-    batch, size = plan.position.shape
-    qkv = linear.matmul(params["qkv"], x)
-    if config.qkv_bias:
-        qkv = qkv + params["qkv_bias"][:, None]
-    qkv = qkv.reshape(heads + 2 * kv, h, batch * size)
-    qk = qkv[: heads + kv]
-    if config.qk_norm:
-        parts = ((qk[:heads], params["q_norm"]), (qk[heads:], params["k_norm"]))
-        qk = jnp.concatenate([_norm_heads(x, scale, config.norm_eps) for x, scale in parts])
-    qk = _rotate(qk, *angles)
-    q = qk[:heads].reshape(kv, heads // kv, h, batch, size).transpose(3, 0, 1, 4, 2)
-    new = jnp.stack([qk[heads:], qkv[heads + kv :]]).reshape(2, kv, h, batch, size).transpose(0, 3, 4, 1, 2)
-    out, layer = kvcache.extend(q, new[0], new[1], past, plan)
-    out = out.transpose(1, 2, 4, 0, 3).reshape(heads * h, batch * size)
-    return linear.matmul(params["out"], out), layer
-
-
-def _mlp(params: Params, x: jax.Array) -> jax.Array:
-    gate, up = jnp.split(linear.matmul(params["gate_up"], x), 2, axis=0)
-    return linear.matmul(params["down"], jax.nn.silu(gate) * up)
-
-
-def _layer(
-    config: TransformerConfig,
-    params: Params,
-    x: jax.Array,
-    past: kvcache.KVCache,
-    plan: kvcache.Plan,
-    angles: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, kvcache.Layer]:
-    """One layer over the cache of that layer."""
-    out, layer = _attention(config, params, _norm(x, params["attn_norm"], config.norm_eps), past, plan, angles)
-    x = x + out
-    return x + _mlp(params, _norm(x, params["mlp_norm"], config.norm_eps)), layer
-
-
 # Traced once for all layers, and lowered once where the program may call it: XLA:CPU of jax 0.10.1 has no product of
 # narrow floats in a called function.
-_one_of_many = jax.jit(_layer, static_argnums=0)
-_one_inlined = jax.jit(_layer, static_argnums=0, inline=True)
+_one_of_many = jax.jit(layer, static_argnums=0)
+_one_inlined = jax.jit(layer, static_argnums=0, inline=True)
+
+
+def _embedded(config: TransformerConfig, params: Params, tokens: jax.Array, position: jax.Array) -> jax.Array:
+    """Embeddings [D, B*S] of tokens[B,S] at ``position[B,S]``."""
+    x = linear.embed(params["embed"], tokens.reshape(-1))
+    if config.embed_scale is not None:
+        x = x * config.embed_scale
+    return x + linear.embed(params["positions"], position.reshape(-1)) if config.positions == "learned" else x
+
+
+def _turns(config: TransformerConfig, position: jax.Array, dtype: DTypeLike) -> tuple[Angles | None, Angles | None]:
+    """The rotary angles of layers without a window, and of those with one."""
+    if config.positions == "learned":
+        return None, None
+    plain = angles(config, position, dtype)
+    return plain, plain if config.local_rope_theta is None else angles(config, position, dtype, local=True)
 
 
 def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array | None, batch: int) -> jax.Array:
@@ -242,11 +72,11 @@ def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array
         count = at.shape[1]
         flat = at + jnp.arange(batch, dtype=at.dtype)[:, None] * size
         picked = jnp.take(x, flat.reshape(-1), axis=1) if (size, count) != (1, 1) else x
-    normed = _norm(picked, params["norm"], config.norm_eps)
+    normed = norm(config, params, "norm", picked)
     wide = np.promote_types(x.dtype, np.float32)
     logits = linear.matmul(params["embed"] if config.tied else params["head"], normed, wide)
     # XLA:CPU would draw the transposition into the product, which is then 10 times slower for 2 to 7 columns.
-    logits = jax.lax.optimization_barrier(logits)
+    logits = capped(jax.lax.optimization_barrier(logits), config.logit_softcap)
     return logits.T.reshape(batch, count, config.vocab_size)
 
 
@@ -271,6 +101,8 @@ def _transformer(config: TransformerConfig, cache_dtype: str | None, window_slac
 
     def init_cache(params: Params, batch_size: int, max_len: int) -> kvcache.KVCache:
         expected = f"at most the context of {config.context_length} tokens"
+        if isinstance(config.rope_scaling, LongRope | DynamicScaling):
+            expected += " (for more, load it with context_length=)"
         checks.require(max_len <= config.context_length, "max_len", expected, max_len)
         dtype = params["embed"].dtype
         shape = (config.n_layers, batch_size, config.n_kv_heads, config.head_dim, max_len)
@@ -286,11 +118,12 @@ def _transformer(config: TransformerConfig, cache_dtype: str | None, window_slac
     ) -> tuple[jax.Array, kvcache.KVCache]:
         batch, size = tokens.shape
         plan = kvcache.plan(cache, size, lengths)
-        x = linear.embed(params["embed"], tokens.reshape(-1))
-        angles = _angles(config, plan.position, x.dtype)
+        x = _embedded(config, params, tokens, plan.position)
+        plain, local = _turns(config, plan.position, x.dtype)
         layers, one = [], _one_inlined if x.dtype.itemsize < 4 else _one_of_many
-        for i, layer in enumerate(params["layers"]):
-            x, new = one(config, layer, x, kvcache.one_layer(cache, i), plan, angles)
+        for i, weights in enumerate(params["layers"]):
+            turn = plain if windows[i] is None else local
+            x, new = one(config, weights, x, kvcache.one_layer(cache, i), plan, turn)
             layers.append(new)
         logits = _head(config, params, x, logits_at, batch)
         return logits, kvcache.advance(cache, layers, plan)

@@ -21,7 +21,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # value
 _LONGEST = 256  # characters of a SentencePiece token; published vocabularies stay under 130
 
 # Ends of a turn, which early files of chat models leave out of their metadata.
-_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
+_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 def gguf_vocabulary(fields: Mapping[str, Any], where: str) -> Vocabulary:

@@ -1,0 +1,149 @@
+"""The parts of a transformer's layer as pure functions of (config, params, activations [D, B*S])."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxdecode import kvcache, linear
+from jaxdecode.base import Params
+from jaxdecode.models import experts
+from jaxdecode.models.config import TransformerConfig
+from jaxdecode.models.scaling import frequencies, turn_scale
+
+__all__ = ["Angles", "angles", "capped", "layer", "norm"]
+
+Angles = tuple[jax.Array, jax.Array]
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def norm(config: TransformerConfig, params: Params, name: str, x: jax.Array) -> jax.Array:
+    """The norm ``name`` over the features of x[D,R], in float32 or wider."""
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    if config.norm == "layer":
+        wide = wide - jnp.mean(wide, axis=0, keepdims=True)
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=0, keepdims=True) + config.norm_eps)
+    scaled = normed.astype(x.dtype) * params[name][:, None]
+    return scaled + params[f"{name}_bias"][:, None] if config.norm == "layer" else scaled
+
+
+def _norm_heads(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the features of every head of x[heads, h, R]."""
+    wide = x.astype(np.promote_types(x.dtype, np.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale[None, :, None]
+
+
+def _norm_together(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the features of all heads of x[heads, h, R]."""
+    return _norm_heads(x.reshape(1, -1, x.shape[2]), scale, eps).reshape(x.shape)
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """c tanh(x / c): near x where that is small, never beyond c."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
+
+
+def angles(config: TransformerConfig, position: jax.Array, dtype: DTypeLike, local: bool = False) -> Angles:
+    """cos and sin [rotary_dim/2, B*S] of position[B,S]; ``local``: for layers with a window."""
+    wide = np.promote_types(dtype, np.float32)
+    angle = jnp.asarray(frequencies(config, local), wide)[:, None] * position.reshape(1, -1).astype(wide)
+    scale = turn_scale(config, local)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary positions on x[heads, h, B*S]: feature i turns with feature i + h/2."""
+    halves = x.astype(cos.dtype).reshape(x.shape[0], 2, *cos.shape)
+    turned = jnp.flip(halves, 1) * jnp.stack([-sin, sin])[None]
+    return (halves * cos[None, None] + turned).reshape(x.shape).astype(x.dtype)
+
+
+def _queries_and_keys(config: TransformerConfig, params: Params, qk: jax.Array, turn: Angles | None) -> jax.Array:
+    """Queries and keys [H + K, h, R], normed, turned and scaled as the config says."""
+    heads = config.n_heads
+    if config.qk_norm:
+        normed = _norm_heads if config.qk_norm is True else _norm_together
+        parts = ((qk[:heads], params["q_norm"]), (qk[heads:], params["k_norm"]))
+        qk = jnp.concatenate([normed(x, scale, config.norm_eps) for x, scale in parts])
+    if turn is not None and config.rotary < config.head_dim:
+        first, rest = jnp.split(qk, [config.rotary], axis=1)
+        qk = jnp.concatenate([_rotate(first, *turn), rest], axis=1)
+    elif turn is not None:
+        qk = _rotate(qk, *turn)
+    if config.attention_scale is None:
+        return qk
+    # The cache scales by h^-0.5.
+    return jnp.concatenate([qk[:heads] * (config.attention_scale * config.head_dim**0.5), qk[heads:]])
+
+
+def _attention(
+    config: TransformerConfig,
+    params: Params,
+    x: jax.Array,
+    past: kvcache.KVCache,
+    plan: kvcache.Plan,
+    turn: Angles | None,
+) -> tuple[jax.Array, kvcache.Layer]:
+    heads, kv, h = config.n_heads, config.n_kv_heads, config.head_dim
+    batch, size = plan.position.shape
+    qkv = linear.matmul(params["qkv"], x)
+    if config.qkv_bias:
+        qkv = qkv + params["qkv_bias"][:, None]
+    qkv = qkv.reshape(heads + 2 * kv, h, batch * size)
+    qk = _queries_and_keys(config, params, qkv[: heads + kv], turn)
+    q = qk[:heads].reshape(kv, heads // kv, h, batch, size).transpose(3, 0, 1, 4, 2)
+    new = jnp.stack([qk[heads:], qkv[heads + kv :]]).reshape(2, kv, h, batch, size).transpose(0, 3, 4, 1, 2)
+    out, layer = kvcache.extend(q, new[0], new[1], past, plan, softcap=config.attention_softcap)
+    out = linear.matmul(params["out"], out.transpose(1, 2, 4, 0, 3).reshape(heads * h, batch * size))
+    return (out + params["out_bias"][:, None] if config.out_bias else out), layer
+
+
+def _mlp(config: TransformerConfig, params: Params, x: jax.Array) -> jax.Array:
+    activation = _ACTIVATIONS[config.activation]
+    if config.n_experts:
+        return experts.mix(config, params, x, activation)
+    name = "gate_up" if config.gated else "up"
+    up = linear.matmul(params[name], x)
+    if config.mlp_bias:
+        up = up + params[f"{name}_bias"][:, None]
+    if config.gated:
+        gate, up = jnp.split(up, 2, axis=0)
+        up = activation(gate) * up
+    else:
+        up = activation(up)
+    down = linear.matmul(params["down"], up)
+    return down + params["down_bias"][:, None] if config.mlp_bias else down
+
+
+def layer(
+    config: TransformerConfig,
+    params: Params,
+    x: jax.Array,
+    past: kvcache.KVCache,
+    plan: kvcache.Plan,
+    turn: Angles | None,
+) -> tuple[jax.Array, kvcache.Layer]:
+    """One layer over the cache of that layer."""
+
+    def before(name: str, x: jax.Array) -> jax.Array:
+        return x if config.norm_place == "after" else norm(config, params, name, x)
+
+    def after(name: str, x: jax.Array) -> jax.Array:
+        return x if config.norm_place == "before" else norm(config, params, name, x)
+
+    out, stored = _attention(config, params, before("attn_norm", x), past, plan, turn)
+    if config.parallel:
+        return x + out + _mlp(config, params, before("mlp_norm", x)), stored
+    x = x + after("attn_post_norm", out)
+    return x + after("mlp_post_norm", _mlp(config, params, before("mlp_norm", x))), stored
