@@ -52,7 +52,7 @@ def recurrent(step: Step, init_state: Callable[[Params, int], Any], *, context: 
 
 
 def stepwise(step: Step, init: Callable[[Params, int, int], Any], context: int | None, what: str) -> Model:
-    """``recurrent``, where the state ``init(params, batch_size, max_len)`` may have a size; errors begin with ``what``."""
+    """``recurrent``, where ``init(params, batch_size, max_len)`` may give the state a size; ``what`` is in errors."""
 
     def init_cache(params: Params, batch_size: int, max_len: int) -> StateCache:
         fits = context is None or max_len <= context
@@ -119,7 +119,5 @@ def _check(step: Step, params: Params, state: Any, tokens: jax.Array, what: str)
     checks.require(same, f"{what}: step", f"a state like {jax.tree.structure(state)}", jax.tree.structure(after))
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         like = x.shape == y.shape and x.dtype == y.dtype
-        checks.require(
-            like, f"{what}: step", f"the state unchanged in type, {checks.described(x)}", checks.described(y)
-        )
+        checks.require(like, f"{what}: step", f"a state of {checks.described(x)}", checks.described(y))
     return logits

@@ -1,0 +1,426 @@
+"""Modules of Flax and Equinox as models: what the module gives for a whole text is what decoding writes and reports."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from modules import PLACES, Cached, D, EquinoxLM, EquinoxRNN, LinenLM, NnxLM, V, empty_cache
+
+import jaxdecode as jd
+from jaxdecode import constraints, kvcache
+from jaxdecode.adapters import StateCache
+from jaxdecode.composition import TokenCache
+from jaxdecode.decoders import pace
+from jaxdecode.engine import Engine, Options, Request
+from jaxdecode.testing import check_model, count_compilations
+
+N, END = 5, 4
+WORDS = [b"a", b"b", b"c", b"d", b""]
+PROMPTS = [[1], [2, 0, 3, 1, 2], [0, 3, 3]]
+
+ZERO = jnp.zeros((1, 4), jnp.int32)
+LINEN = jax.tree.map(lambda x: x * 3, LinenLM().init(jax.random.key(0), ZERO))
+NNX, NNX_DECODE = NnxLM(nnx.Rngs(1)), NnxLM(nnx.Rngs(1), decode=True)
+STATE = jax.tree.map(lambda x: x * 3 if jnp.issubdtype(x.dtype, jnp.floating) else x, nnx.state(NNX))
+EQUINOX, CELL = EquinoxLM(jax.random.key(2)), EquinoxRNN(jax.random.key(3))
+
+
+def arrays(module: Any) -> Any:
+    return jax.tree.map(lambda x: x * 2, eqx.filter(module, eqx.is_array))
+
+
+def gru_step(params: Any, state: jax.Array, tokens: jax.Array) -> Any:
+    return jax.vmap(eqx.combine(params, CELL_STATIC))(state, tokens)
+
+
+CELL_STATIC = eqx.filter(CELL, eqx.is_array, inverse=True)
+
+
+class Adapted(NamedTuple):
+    """A model, its params, and the logits [T,V] of a text by the module alone."""
+
+    model: jd.Model
+    params: Any
+    whole: Callable[[jax.Array], jax.Array]
+    cache: type
+
+
+def by_linen(tokens: jax.Array) -> jax.Array:
+    return LinenLM().apply(LINEN, tokens[None])[0]
+
+
+def by_nnx(tokens: jax.Array) -> jax.Array:
+    module = nnx.merge(nnx.graphdef(NNX), STATE)
+    module.eval()
+    return module(tokens[None])[0]
+
+
+def by_equinox(tokens: jax.Array) -> jax.Array:
+    return eqx.nn.inference_mode(eqx.combine(arrays(EQUINOX), EQUINOX))(tokens)
+
+
+def by_gru(tokens: jax.Array) -> jax.Array:
+    module, state, out = eqx.combine(arrays(CELL), CELL_STATIC), jnp.zeros((D,)), []
+    for token in tokens:
+        logits, state = module(state, token)
+        out.append(logits)
+    return jnp.stack(out)
+
+
+ADAPTED = {
+    "linen": Adapted(jd.from_linen(LinenLM(), context=PLACES), LINEN, by_linen, TokenCache),
+    "linen decode": Adapted(jd.from_linen(LinenLM(decode=True), context=PLACES), LINEN, by_linen, StateCache),
+    "linen explicit": Adapted(jd.from_linen(Cached(), init_cache=empty_cache), LINEN, by_linen, kvcache.KVCache),
+    "nnx": Adapted(jd.from_nnx(NNX), STATE, by_nnx, TokenCache),
+    "nnx decode": Adapted(jd.from_nnx(NNX_DECODE), STATE, by_nnx, StateCache),
+    "equinox": Adapted(jd.from_equinox(EQUINOX), arrays(EQUINOX), by_equinox, TokenCache),
+    "equinox gru": Adapted(
+        jd.recurrent(gru_step, lambda params, batch_size: jnp.zeros((batch_size, D))), arrays(CELL), by_gru, StateCache
+    ),
+}
+
+
+def check_record(adapted: Adapted, out: Any, greedy: tuple[int, ...] = ()) -> None:
+    """Log probabilities of every output, and the arg max in greedy rows, by the module alone on whole texts."""
+    lists, logprob = out.to_lists(), np.asarray(out.logprob)
+    for b, prompt in enumerate(PROMPTS):
+        several = [(lists[b], logprob[b])] if logprob.ndim == 2 else zip(lists[b], logprob[b], strict=False)
+        for ids, found in several:
+            text = np.zeros(16, np.int32)
+            text[: len(prompt) + len(ids)] = [*prompt, *ids]
+            law = jax.nn.log_softmax(np.asarray(adapted.whole(jnp.asarray(text)), np.float64), axis=-1)
+            law = np.asarray(law)[len(prompt) - 1 :][: len(ids)]
+            np.testing.assert_allclose(found[: len(ids)], law[np.arange(len(ids)), ids], rtol=1e-3, atol=1e-4)
+            assert b not in greedy or ids == law.argmax(-1).tolist()
+
+
+def run(adapted: Adapted, **fields: Any) -> Any:
+    more = {k: fields.pop(k) for k in ("draft",) if k in fields}
+    settings = jd.Settings(**{"max_new_tokens": N, **fields})
+    out = jd.generate(adapted.model, adapted.params, PROMPTS, key=jax.random.key(3), settings=settings, **more)
+    return jax.device_get(out)
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_models_of_modules_keep_to_the_contract(name: str) -> None:
+    """Causal, rows that are alone whatever the others do, one token at a time as many at once."""
+    model, params, _, cache = ADAPTED[name]
+    assert isinstance(model.init_cache(params, 2, 8), cache)
+    check_model(model, params)
+
+
+MIXED = np.array([0.0, 1.0, 0.7], np.float32)
+
+
+def rows(adapted: Adapted) -> None:
+    check_record(adapted, run(adapted, temperature=MIXED), greedy=(0,))
+
+
+def samples(adapted: Adapted) -> None:
+    check_record(adapted, run(adapted, num_samples=3, top_p=0.9, eos=[END]))
+
+
+def beams(adapted: Adapted) -> None:
+    out = run(adapted, beams=3)
+    check_record(adapted, out)
+    np.testing.assert_allclose(out.score, out.logprob.sum(2), rtol=1e-5)
+
+
+def drafts(adapted: Adapted) -> None:
+    """Another library's module drafts."""
+    other = ADAPTED["nnx decode" if adapted.params is LINEN else "linen decode"]
+    out = run(adapted, temperature=MIXED, draft=(other.model, other.params), draft_length=3)
+    check_record(adapted, out, greedy=(0,))
+    assert out.acceptance.drafted.sum() > 0
+
+
+def lookup(adapted: Adapted) -> None:
+    out = run(adapted, temperature=0.0, prompt_lookup=2, max_new_tokens=10)
+    check_record(adapted, out, greedy=(0, 1, 2))
+    assert out.acceptance.drafted.sum() > 0
+
+
+def constraint(adapted: Adapted) -> None:
+    out = run(adapted, temperature=MIXED, eos=[END], regex=constraints.regex("(ab|c)+", WORDS))
+    check_record(adapted, out)
+    for ids in out.to_lists():
+        assert re.fullmatch("(ab|c)+", b"".join(WORDS[i] for i in ids).decode())
+
+
+def engine(adapted: Adapted) -> None:
+    made = Engine(adapted.model, adapted.params, options=Options(slots=2, staged=1, chunk=3))
+    settings = jd.Settings(max_new_tokens=N, temperature=0)
+    found = {r.request.id: r.out for r in made.serve([Request(b, p, settings) for b, p in enumerate(PROMPTS)])}
+    out = jax.tree.map(lambda *x: np.concatenate(x), *(found[b] for b in range(3)))
+    check_record(adapted, out, greedy=(0, 1, 2))
+
+
+CASES = [
+    ("linen", rows),
+    ("linen", drafts),
+    ("linen decode", samples),
+    ("linen decode", drafts),
+    ("linen decode", engine),
+    ("linen explicit", beams),
+    ("linen explicit", lookup),
+    ("nnx", constraint),
+    ("nnx decode", beams),
+    ("nnx decode", drafts),
+    ("equinox", samples),
+    ("equinox", lookup),
+    ("equinox gru", constraint),
+    ("equinox gru", rows),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES, ids=[f"{name}, {fn.__name__}" for name, fn in CASES])
+def test_what_is_written_is_what_the_module_says_of_the_whole_text(
+    name: str, strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "PAUSE", 0)
+    strategy(ADAPTED[name])
+
+
+# ---------------------------------------------------------------- what a model is, and when it is the same
+def test_equal_modules_are_one_model_and_new_params_no_new_program() -> None:
+    assert jd.from_linen(LinenLM(decode=True), context=PLACES) is ADAPTED["linen decode"].model
+    assert jd.from_linen(LinenLM(), context=PLACES, train=False) is not ADAPTED["linen"].model
+    assert jd.from_nnx(NnxLM(nnx.Rngs(7), decode=True)) is ADAPTED["nnx decode"].model
+    assert jd.from_equinox(EquinoxLM(jax.random.key(9))) is ADAPTED["equinox"].model
+    settings = jd.Settings(max_new_tokens=2, temperature=0)
+    first = jd.generate(*ADAPTED["nnx decode"][:2], [[1], [2, 3]], settings=settings)
+    with count_compilations() as count:
+        model = jd.from_nnx(NnxLM(nnx.Rngs(7), decode=True))
+        again = jd.generate(model, jax.tree.map(lambda x: x, STATE), [[1], [2, 3]], settings=settings)
+    assert int(count) == 0
+    assert first.to_lists() == again.to_lists()
+
+
+class Unhashable(linen.Module):
+    """A field without a hash makes another model at every call."""
+
+    sizes: Any
+
+    @linen.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return linen.Dense(V)(linen.Embed(V, D)(tokens))
+
+
+def test_a_module_without_a_hash_is_a_model_all_the_same() -> None:
+    module = Unhashable(np.arange(3))
+    model = jd.from_linen(module)
+    assert model is not jd.from_linen(module)
+    variables = module.init(jax.random.key(0), ZERO)
+    out = jd.generate(model, variables, [[1], [2]], settings=jd.Settings(max_new_tokens=2, temperature=0))
+    assert out.length.tolist() == [2, 2]
+
+
+def test_variables_of_init_may_hold_a_cache_that_was_filled() -> None:
+    module = LinenLM(decode=True)
+    variables = module.init(jax.random.key(0), jnp.zeros((1, 7), jnp.int32))
+    assert "cache" in variables
+    model = jd.from_linen(module, context=PLACES)
+    dirty = {**variables, "cache": jax.tree.map(jnp.ones_like, variables["cache"])}
+    tokens = jnp.array([[1, 2, 3]])
+    clean, found = (model.apply(v, tokens, model.init_cache(v, 1, 4))[0] for v in (LINEN | variables, dirty))
+    np.testing.assert_array_equal(clean, found)
+
+
+def mean_logprob(model: jd.Model, params: Any) -> jax.Array:
+    return jd.score(model, params, PROMPTS).sum()
+
+
+@pytest.mark.parametrize("name", ["linen decode", "nnx", "equinox"])
+def test_params_are_a_pytree_for_grad_and_vmap(name: str) -> None:
+    """The gradient is that of the module itself; an ensemble is a vmap."""
+    model, params, whole, _ = ADAPTED[name]
+    kept, numbers = jax.tree.flatten(params)[::-1], [x for x in jax.tree.leaves(params)]
+    places = [i for i, x in enumerate(numbers) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def with_floats(floats: list[Any]) -> Any:
+        leaves = list(numbers)
+        for i, x in zip(places, floats, strict=True):
+            leaves[i] = x
+        return jax.tree.unflatten(kept[0], leaves)
+
+    floats = [numbers[i] for i in places]
+    gradient = jax.grad(lambda f: mean_logprob(model, with_floats(f)))(floats)
+    assert any(np.any(np.asarray(x) != 0) for x in gradient)
+    step = 1e-2
+    for i in (0, len(floats) - 1):
+        direction = np.asarray(gradient[i]) / np.linalg.norm(np.asarray(gradient[i]))
+        up, down = (
+            float(mean_logprob(model, with_floats([x + s * direction if j == i else x for j, x in enumerate(floats)])))
+            for s in (step, -step)
+        )
+        np.testing.assert_allclose((up - down) / (2 * step), np.linalg.norm(np.asarray(gradient[i])), rtol=0.05)
+    two = [jnp.stack([x, x * 2]) for x in floats]
+    tokens = jnp.array([[1, 2, 3, 0], [0, 3, 3, 1]])
+
+    def logits(floats: list[Any]) -> jax.Array:
+        made = with_floats(floats)
+        return model.apply(made, tokens, model.init_cache(made, 2, 8))[0]
+
+    both = jax.jit(jax.vmap(logits))(two)
+    np.testing.assert_allclose(both[0, 0], whole(tokens[0]), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(both[0], both[1])
+
+
+def test_the_state_of_an_nnx_module_and_its_annotations_stay_as_they_are() -> None:
+    before = jax.tree.map(np.array, jax.tree.leaves(nnx.state(NNX)))
+    jd.generate(jd.from_nnx(NNX), nnx.state(NNX), [[1], [2]], settings=jd.Settings(max_new_tokens=2, temperature=0))
+    for x, y in zip(before, jax.tree.leaves(nnx.state(NNX)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert not NNX.dropout.deterministic
+    assert nnx.get_partition_spec(nnx.state(NNX))["inside"]["kernel"].get_value()[1] == "model"
+
+
+# ---------------------------------------------------------------- what does not fit
+class BatchNorm(linen.Module):
+    @linen.compact
+    def __call__(self, tokens: jax.Array, train: bool = True) -> jax.Array:
+        return linen.Dense(V)(linen.BatchNorm(use_running_average=not train)(linen.Embed(V, D)(tokens)))
+
+
+class Pair(linen.Module):
+    @linen.compact
+    def __call__(self, tokens: jax.Array) -> Any:
+        return linen.Embed(V, V)(tokens), None
+
+
+class LastOnly(linen.Module):
+    @linen.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return linen.Embed(V, V)(tokens)[:, -1]
+
+
+class OwnCache(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(V, V, rngs=rngs)
+        self.last = nnx.Cache(jnp.zeros((1,), jnp.int32))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.embed(tokens)
+
+
+class Draws(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.rngs = nnx.Embed(V, V, rngs=rngs), rngs
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.embed(tokens) + jax.random.normal(self.rngs.noise(), (V,))[None, None]
+
+
+class Counts(NnxLM):
+    """Counts its calls beside the cache."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs, decode=True)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return super().__call__(tokens)
+
+
+class WantsKey(EquinoxLM):
+    def __call__(self, tokens: jax.Array, *, key: jax.Array) -> jax.Array:
+        return super().__call__(tokens)
+
+
+class Scalar(EquinoxLM):
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return super().__call__(tokens).mean()
+
+
+def with_state(module: nnx.Module) -> Any:
+    return (lambda: jd.from_nnx(module)), nnx.state(module)
+
+
+NORMED = BatchNorm().init(jax.random.key(0), ZERO)
+EMBED = Pair().init(jax.random.key(0), ZERO)
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "no module": (lambda: jd.from_linen(LinenLM), LINEN, "from_linen: module: expected a flax.linen.Module, got"),
+    "dropout": (
+        lambda: jd.from_linen(LinenLM(), train=True),
+        LINEN,
+        "from_linen: module: expected one that draws no random numbers .pass deterministic=True",
+    ),
+    "batch norm": (
+        lambda: jd.from_linen(BatchNorm()),
+        NORMED,
+        "from_linen: module: expected one that changes nothing but its cache .pass train=False",
+    ),
+    "inner params": (
+        lambda: jd.from_linen(LinenLM()),
+        LINEN["params"],
+        r'from_linen: params: expected the variables of module.init, \{"params": ...\}, got \[\'attention\'',
+    ),
+    "other params": (lambda: jd.from_linen(LinenLM()), EMBED, "from_linen: params: expected the variables of this"),
+    "a pair": (lambda: jd.from_linen(Pair()), EMBED, r"module: expected floating logits \[1, 1, V\], got tuple"),
+    "the last one": (
+        lambda: jd.from_linen(LastOnly()),
+        EMBED,
+        r"expected floating logits \[1, 1, V\], got float32\[1, 5\]",
+    ),
+    "no cache given": (
+        lambda: jd.from_linen(LinenLM(), init_cache=empty_cache),
+        LINEN,
+        "got an unexpected keyword argument 'lengths'",
+    ),
+    "nnx: no module": (lambda: jd.from_nnx(NnxLM), STATE, "from_nnx: module: expected a flax.nnx.Module, got"),
+    "nnx: no state": (lambda: jd.from_nnx(NNX), {"embed": jnp.ones(3)}, "from_nnx: params: expected nnx.state"),
+    "nnx: other state": (
+        lambda: jd.from_nnx(NNX),
+        nnx.state(OwnCache(nnx.Rngs(0))),
+        "from_nnx: params: expected the state of such a module",
+    ),
+    "nnx: own cache": (*with_state(OwnCache(nnx.Rngs(0))), "expected no cache but that of nnx.MultiHeadAttention"),
+    "nnx: draws": (*with_state(Draws(nnx.Rngs(0, noise=1))), "expected one that draws no random numbers, got one"),
+    "nnx: counts": (*with_state(Counts(nnx.Rngs(0))), "numbers and changes nothing but its cache, got one"),
+    "equinox: no module": (lambda: jd.from_equinox(jnp.tanh), (), "expected an equinox.Module that can be called"),
+    "equinox: key": (
+        lambda: jd.from_equinox(WantsKey(jax.random.key(0))),
+        arrays(WantsKey(jax.random.key(0))),
+        "needs no key and no state, got TypeError.*'key'",
+    ),
+    "equinox: params": (lambda: jd.from_equinox(EQUINOX), arrays(CELL), "from_equinox: params: expected eqx.filter"),
+    "equinox: a number": (
+        lambda: jd.from_equinox(Scalar(jax.random.key(0))),
+        arrays(Scalar(jax.random.key(0))),
+        r"from_equinox: module: expected floating logits \[1, 1, V\], got float32\[1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused_with_the_reason_before_any_compute(name: str) -> None:
+    make, params, message = BAD[name]
+    with count_compilations() as count, pytest.raises((ValueError, TypeError), match=message):
+        jd.generate(make(), params, PROMPTS, settings=jd.Settings(max_new_tokens=2, temperature=0))
+    assert int(count) == 0
+
+
+def test_batch_statistics_that_are_only_read_are_params() -> None:
+    check_model(jd.from_linen(BatchNorm(), train=False), NORMED)
+
+
+@pytest.mark.parametrize(
+    ("library", "extra", "make"),
+    [("flax.linen", "flax", jd.from_linen), ("flax.nnx", "flax", jd.from_nnx), ("equinox", "equinox", jd.from_equinox)],
+)
+def test_a_library_that_is_missing_is_named(
+    library: str, extra: str, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ImportError, match=rf"{make.__name__} needs {library}: pip install 'jaxdecode\[{extra}\]'"):
+        make(None)
