@@ -1,4 +1,4 @@
-"""Language models of stock layers, as people write them in Flax and Equinox: nothing here knows this library's rules."""
+"""Language models of stock layers, as people write them in Flax and Equinox."""
 
 from __future__ import annotations
 

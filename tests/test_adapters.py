@@ -243,14 +243,14 @@ def mean_logprob(model: jd.Model, params: Any) -> jax.Array:
 def test_params_are_a_pytree_for_grad_and_vmap(name: str) -> None:
     """The gradient is that of the module itself; an ensemble is a vmap."""
     model, params, whole, _ = ADAPTED[name]
-    kept, numbers = jax.tree.flatten(params)[::-1], [x for x in jax.tree.leaves(params)]
+    numbers, tree = jax.tree.flatten(params)
     places = [i for i, x in enumerate(numbers) if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def with_floats(floats: list[Any]) -> Any:
         leaves = list(numbers)
         for i, x in zip(places, floats, strict=True):
             leaves[i] = x
-        return jax.tree.unflatten(kept[0], leaves)
+        return jax.tree.unflatten(tree, leaves)
 
     floats = [numbers[i] for i in places]
     gradient = jax.grad(lambda f: mean_logprob(model, with_floats(f)))(floats)
