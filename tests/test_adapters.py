@@ -346,6 +346,7 @@ def with_state(module: nnx.Module) -> Any:
     return (lambda: jd.from_nnx(module)), nnx.state(module)
 
 
+WANTS_KEY, SCALAR = WantsKey(jax.random.key(0)), Scalar(jax.random.key(0))
 NORMED = BatchNorm().init(jax.random.key(0), ZERO)
 EMBED = Pair().init(jax.random.key(0), ZERO)
 BAD: dict[str, tuple[Any, Any, str]] = {
@@ -389,14 +390,14 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "nnx: counts": (*with_state(Counts(nnx.Rngs(0))), "numbers and changes nothing but its cache, got one"),
     "equinox: no module": (lambda: jd.from_equinox(jnp.tanh), (), "expected an equinox.Module that can be called"),
     "equinox: key": (
-        lambda: jd.from_equinox(WantsKey(jax.random.key(0))),
-        arrays(WantsKey(jax.random.key(0))),
+        lambda: jd.from_equinox(WANTS_KEY),
+        arrays(WANTS_KEY),
         "needs no key and no state, got TypeError.*'key'",
     ),
     "equinox: params": (lambda: jd.from_equinox(EQUINOX), arrays(CELL), "from_equinox: params: expected eqx.filter"),
     "equinox: a number": (
-        lambda: jd.from_equinox(Scalar(jax.random.key(0))),
-        arrays(Scalar(jax.random.key(0))),
+        lambda: jd.from_equinox(SCALAR),
+        arrays(SCALAR),
         r"from_equinox: module: expected floating logits \[1, 1, V\], got float32\[1\]",
     ),
 }
