@@ -74,8 +74,7 @@ class NnxLM(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, decode: bool = False) -> None:
         self.embed = nnx.Embed(V, D, rngs=rngs)
-        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
-        self.inside = nnx.Linear(D, D, kernel_init=kernel, rngs=rngs)
+        self.inside = nnx.Linear(D, D, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(HEADS, D, dropout_rate=0.2, decode=decode, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.head = nnx.Linear(D, V, rngs=rngs)

@@ -46,7 +46,7 @@ CELL_STATIC = eqx.filter(CELL, eqx.is_array, inverse=True)
 
 
 class Adapted(NamedTuple):
-    """A model, its params, and the logits [T,V] of a text by the module alone."""
+    """A model, its params, and the logits [B,T,V] of texts by the module alone."""
 
     model: jd.Model
     params: Any
@@ -54,26 +54,31 @@ class Adapted(NamedTuple):
     cache: type
 
 
+@jax.jit
 def by_linen(tokens: jax.Array) -> jax.Array:
-    return LinenLM().apply(LINEN, tokens[None])[0]
+    return LinenLM().apply(LINEN, tokens)
 
 
+@jax.jit
 def by_nnx(tokens: jax.Array) -> jax.Array:
     module = nnx.merge(nnx.graphdef(NNX), STATE)
     module.eval()
-    return module(tokens[None])[0]
+    return module(tokens)
 
 
+@jax.jit
 def by_equinox(tokens: jax.Array) -> jax.Array:
-    return eqx.nn.inference_mode(eqx.combine(arrays(EQUINOX), EQUINOX))(tokens)
+    return jax.vmap(eqx.nn.inference_mode(eqx.combine(arrays(EQUINOX), EQUINOX)))(tokens)
 
 
+@jax.jit
 def by_gru(tokens: jax.Array) -> jax.Array:
-    module, state, out = eqx.combine(arrays(CELL), CELL_STATIC), jnp.zeros((D,)), []
-    for token in tokens:
-        logits, state = module(state, token)
-        out.append(logits)
-    return jnp.stack(out)
+    module = eqx.combine(arrays(CELL), CELL_STATIC)
+
+    def one(state: jax.Array, token: jax.Array) -> Any:
+        return module(state, token)[::-1]
+
+    return jax.vmap(lambda row: jax.lax.scan(one, jnp.zeros((D,)), row)[1])(tokens)
 
 
 ADAPTED = {
@@ -92,15 +97,17 @@ ADAPTED = {
 def check_record(adapted: Adapted, out: Any, greedy: tuple[int, ...] = ()) -> None:
     """Log probabilities of every output, and the arg max in greedy rows, by the module alone on whole texts."""
     lists, logprob = out.to_lists(), np.asarray(out.logprob)
-    for b, prompt in enumerate(PROMPTS):
-        several = [(lists[b], logprob[b])] if logprob.ndim == 2 else zip(lists[b], logprob[b], strict=False)
-        for ids, found in several:
-            text = np.zeros(16, np.int32)
-            text[: len(prompt) + len(ids)] = [*prompt, *ids]
-            law = jax.nn.log_softmax(np.asarray(adapted.whole(jnp.asarray(text)), np.float64), axis=-1)
-            law = np.asarray(law)[len(prompt) - 1 :][: len(ids)]
-            np.testing.assert_allclose(found[: len(ids)], law[np.arange(len(ids)), ids], rtol=1e-3, atol=1e-4)
-            assert b not in greedy or ids == law.argmax(-1).tolist()
+    if logprob.ndim == 2:
+        lists, logprob = [[ids] for ids in lists], logprob[:, None]
+    outputs = [(b, ids, logprob[b, k]) for b, several in enumerate(lists) for k, ids in enumerate(several)]
+    texts = np.zeros((9, 16), np.int32)
+    for text, (b, ids, _) in zip(texts, outputs, strict=False):
+        text[: len(PROMPTS[b]) + len(ids)] = [*PROMPTS[b], *ids]
+    laws = jax.nn.log_softmax(np.asarray(adapted.whole(texts)), axis=-1)
+    for law, (b, ids, found) in zip(np.asarray(laws), outputs, strict=False):
+        law = law[len(PROMPTS[b]) - 1 :][: len(ids)]
+        np.testing.assert_allclose(found[: len(ids)], law[np.arange(len(ids)), ids], rtol=1e-3, atol=1e-4)
+        assert b not in greedy or ids == law.argmax(-1).tolist()
 
 
 def run(adapted: Adapted, **fields: Any) -> Any:
@@ -132,7 +139,7 @@ def samples(adapted: Adapted) -> None:
 def beams(adapted: Adapted) -> None:
     out = run(adapted, beams=3)
     check_record(adapted, out)
-    np.testing.assert_allclose(out.score, out.logprob.sum(2), rtol=1e-5)
+    np.testing.assert_allclose(out.score, out.logprob.sum(2), atol=1e-4)
 
 
 def drafts(adapted: Adapted) -> None:
@@ -166,18 +173,13 @@ def engine(adapted: Adapted) -> None:
 
 CASES = [
     ("linen", rows),
-    ("linen", drafts),
-    ("linen decode", samples),
     ("linen decode", drafts),
     ("linen decode", engine),
     ("linen explicit", beams),
     ("linen explicit", lookup),
     ("nnx", constraint),
     ("nnx decode", beams),
-    ("nnx decode", drafts),
     ("equinox", samples),
-    ("equinox", lookup),
-    ("equinox gru", constraint),
     ("equinox gru", rows),
 ]
 
@@ -253,16 +255,11 @@ def test_params_are_a_pytree_for_grad_and_vmap(name: str) -> None:
         return jax.tree.unflatten(tree, leaves)
 
     floats = [numbers[i] for i in places]
-    gradient = jax.grad(lambda f: mean_logprob(model, with_floats(f)))(floats)
-    assert any(np.any(np.asarray(x) != 0) for x in gradient)
-    step = 1e-2
-    for i in (0, len(floats) - 1):
-        direction = np.asarray(gradient[i]) / np.linalg.norm(np.asarray(gradient[i]))
-        up, down = (
-            float(mean_logprob(model, with_floats([x + s * direction if j == i else x for j, x in enumerate(floats)])))
-            for s in (step, -step)
-        )
-        np.testing.assert_allclose((up - down) / (2 * step), np.linalg.norm(np.asarray(gradient[i])), rtol=0.05)
+    value = jax.jit(lambda f: mean_logprob(model, with_floats(f)))
+    gradient = jax.jit(jax.grad(lambda f: mean_logprob(model, with_floats(f))))(floats)
+    norm = np.sqrt(sum(float(jnp.sum(x**2)) for x in gradient))
+    ends = [value([x + s / norm * g for x, g in zip(floats, gradient, strict=True)]) for s in (0.01, -0.01)]
+    np.testing.assert_allclose((ends[0] - ends[1]) / 0.02, norm, rtol=0.05)
     two = [jnp.stack([x, x * 2]) for x in floats]
     tokens = jnp.array([[1, 2, 3, 0], [0, 3, 3, 1]])
 
@@ -271,17 +268,35 @@ def test_params_are_a_pytree_for_grad_and_vmap(name: str) -> None:
         return model.apply(made, tokens, model.init_cache(made, 2, 8))[0]
 
     both = jax.jit(jax.vmap(logits))(two)
-    np.testing.assert_allclose(both[0, 0], whole(tokens[0]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(both[0], whole(tokens), rtol=1e-4, atol=1e-5)
     assert not np.allclose(both[0], both[1])
 
 
-def test_the_state_of_an_nnx_module_and_its_annotations_stay_as_they_are() -> None:
-    before = jax.tree.map(np.array, jax.tree.leaves(nnx.state(NNX)))
+def numbers_of(module: nnx.Module) -> list[np.ndarray]:
+    leaves = jax.tree.leaves(nnx.state(module))
+    return [np.array(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves]
+
+
+def test_the_state_of_an_nnx_module_stays_as_it_is() -> None:
+    before = numbers_of(NNX)
     jd.generate(jd.from_nnx(NNX), nnx.state(NNX), [[1], [2]], settings=jd.Settings(max_new_tokens=2, temperature=0))
-    for x, y in zip(before, jax.tree.leaves(nnx.state(NNX)), strict=True):
+    for x, y in zip(before, numbers_of(NNX), strict=True):
         np.testing.assert_array_equal(x, y)
     assert not NNX.dropout.deterministic
-    assert nnx.get_partition_spec(nnx.state(NNX))["inside"]["kernel"].get_value()[1] == "model"
+
+
+def test_annotations_of_sharding_stay_with_the_params() -> None:
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    with jax.set_mesh(mesh):
+        module = nnx.Sequential(
+            nnx.Embed(V, D, rngs=nnx.Rngs(0)), nnx.Linear(D, V, kernel_init=kernel, rngs=nnx.Rngs(1))
+        )
+        model, state = jd.from_nnx(module), nnx.state(module)
+        gradient = jax.jit(jax.grad(lambda params: mean_logprob(model, params)))(state)
+    for tree in (state, gradient):
+        (spec,) = [x for x in jax.tree.leaves(nnx.get_partition_spec(tree)) if "model" in x]
+        assert tuple(spec) == (None, "model")
 
 
 # ---------------------------------------------------------------- what does not fit
@@ -359,7 +374,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "batch norm": (
         lambda: jd.from_linen(BatchNorm()),
         NORMED,
-        "from_linen: module: expected one that changes nothing but its cache .pass train=False",
+        "from_linen: module: expected one that changes nothing but its cache .pass use_running_average=True",
     ),
     "inner params": (
         lambda: jd.from_linen(LinenLM()),

@@ -59,7 +59,7 @@ def mean_of_the_past(params: Any, tokens: jax.Array) -> jax.Array:
 MODELS: dict[str, tuple[jd.Model, Any]] = {
     "table": (jd.Model(table_cache, table_apply), normal(V, V) * 2),
     "rnn": (jd.recurrent(rnn_step, rnn_state), {"embed": normal(V, D), "mix": normal(D, D) / 2}),
-    "uncached": (jd.uncached(mean_of_the_past), {"embed": normal(V, D) * 2}),
+    "uncached": (jd.uncached(mean_of_the_past), {"embed": normal(V, D)}),
 }
 
 
