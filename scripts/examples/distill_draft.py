@@ -24,32 +24,37 @@ from train_char_model import IDS, small, train
 import jaxdecode as jd
 from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
 
-ROWS, LENGTH = 16, 32
+ROWS, START = 16, 8  # texts at a time, and the letters of the page that they begin with
 
 
-def distil(teacher: Any, config: TransformerConfig, student: TransformerConfig, steps: int, seed: int) -> Any:
-    """Params of the student."""
+def beginnings(key: jax.Array) -> np.ndarray:
+    first = jax.random.randint(key, (ROWS, 1), 0, len(IDS) - START)
+    return IDS[np.asarray(first) + np.arange(START)]
+
+
+def distil(
+    teacher: Any, config: TransformerConfig, student: TransformerConfig, steps: int, new: int, seed: int
+) -> tuple[Any, Any]:
+    """Params of the student, before and after."""
     model, small_model, optimizer = transformer(config), transformer(student), optax.adam(1e-2)
-    params = init_params(student, jax.random.key(seed + 2))
+    before = params = init_params(student, jax.random.key(seed + 2))
     memory = optimizer.init(params)
 
     def law(model: jd.Model, params: Any, texts: jax.Array) -> jax.Array:
         return jax.nn.log_softmax(model.apply(params, texts, model.init_cache(params, *texts.shape))[0], axis=-1)
 
     @jax.jit
-    def step(params: Any, memory: Any, key: jax.Array) -> tuple[Any, Any]:
-        first = jax.random.randint(key, (ROWS, 1), 0, len(IDS) - 8)
-        prompts = jnp.asarray(IDS)[first + jnp.arange(8)[None]]
-        out = jd.generate(model, teacher, prompts, key=key, settings=jd.Settings(max_new_tokens=LENGTH - 8))
-        texts = jnp.concatenate([prompts, out.tokens], axis=1)
+    def step(params: Any, memory: Any, texts: jax.Array) -> tuple[Any, Any]:
         target = law(model, teacher, texts)
         gradient = jax.grad(lambda p: -jnp.mean(jnp.sum(jnp.exp(target) * law(small_model, p, texts), axis=-1)))(params)
         updates, memory = optimizer.update(gradient, memory, params)
         return optax.apply_updates(params, updates), memory
 
     for key in jax.random.split(jax.random.key(seed + 3), steps):
-        params, memory = step(params, memory, key)
-    return params
+        prompts = beginnings(key)
+        out = jd.generate(model, teacher, prompts, key=key, settings=jd.Settings(max_new_tokens=new))
+        params, memory = step(params, memory, jnp.concatenate([prompts, out.tokens], axis=1))
+    return before, params
 
 
 def timed(*arguments: Any, **options: Any) -> tuple[Any, float]:
@@ -70,20 +75,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     config, student = small(asked.width, asked.layers), small(16, 1)
     teacher, losses = train(config, asked.teacher_steps, asked.seed)
     print(f"teacher: loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per letter")
-    prompts = [IDS[i : i + 8].tolist() for i in range(0, 200, 50)]
+    prompts = beginnings(jax.random.key(asked.seed + 4))
     settings = jd.Settings(max_new_tokens=asked.tokens, temperature=0)
     alone, seconds = timed(transformer(config), teacher, prompts, settings=settings)
     print(f"alone: one pass a token, {1e3 * seconds / asked.tokens:.2f} ms")
     found = {}
-    before = init_params(student, jax.random.key(asked.seed + 2))
-    for name, params in (("before", before), ("after", distil(teacher, config, student, asked.steps, asked.seed))):
+    students = distil(teacher, config, student, asked.steps, asked.tokens, asked.seed)
+    for name, params in zip(("before", "after"), students, strict=True):
         draft = (transformer(student), params)
         out, seconds = timed(transformer(config), teacher, prompts, settings=settings, draft=draft)
         drafted, accepted = (int(x.sum()) for x in out.acceptance)
         found[name] = accepted / max(drafted, 1)
         passes = (len(prompts) * asked.tokens - accepted) / len(prompts)
         print(
-            f"{name} distilling: {found[name]:.0%} of {drafted} drafts accepted, at most {passes:.0f} passes a row for"
+            f"{name} distilling: {found[name]:.0%} of {drafted} drafts accepted, about {passes:.0f} passes a row for"
             f" {asked.tokens} tokens, {1e3 * seconds / asked.tokens:.2f} ms a token"
         )
         if not np.array_equal(out.tokens, alone.tokens):

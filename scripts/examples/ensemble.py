@@ -4,8 +4,8 @@
     ensemble.py [--members 4] [--tokens 12] [--seed 0]
 
 The params of all members are stacked along a new first axis of every leaf; ``jax.vmap`` runs them as one program. What
-comes out is a model like any other: here it decodes greedily, by samples and by beams, and the law of every token is
-compared with that of the members, one by one.
+comes out is a model like any other: here it decodes greedily, by samples and (the mixture) by beams, and the law of
+every token is compared with that of the members, one by one.
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     }
     members = [jax.tree.map(lambda x, i=i: x[i], params) for i in range(asked.members)]
     prompts, worst = [[1], [2, 7, 3]], {}
-    for kind in ("mixture", "product"):
+    rows: dict[str, Any] = {"temperature": np.array([0.0, 1.0], np.float32)}
+    for kind, ways in (("mixture", [rows, {"beams": 3}]), ("product", [rows])):
         model, found = ensemble(rnn(), kind), []
-        for fields in ({"temperature": np.array([0.0, 1.0], np.float32)}, {"beams": 3}):
+        for fields in ways:
             settings = jd.Settings(max_new_tokens=asked.tokens, **fields)
             out = jax.device_get(jd.generate(model, params, prompts, key=jax.random.key(1), settings=settings))
             for prompt, ids, logprob in zip(prompts, out.to_lists(), out.logprob, strict=True):
