@@ -17,11 +17,15 @@ model. Integer products have no rounding, so the forms agree bit for bit at ever
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdecode import observed
+from jaxdecode.observed import Observed
 from jaxdecode.quant import QTensor
 
 __all__ = ["embed", "matmul"]
@@ -29,8 +33,10 @@ __all__ = ["embed", "matmul"]
 _CONTRACT = (((1,), (0,)), ((), ()))
 
 
-def matmul(w: jax.Array | QTensor, x: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
+def matmul(w: jax.Array | QTensor | Observed, x: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
     """``W[N,K] @ x[K,R]`` -> [N,R], summed in float32 or wider, in ``out_dtype`` (default: that of x)."""
+    if isinstance(w, Observed):
+        return observed.product(functools.partial(matmul, out_dtype=out_dtype), w.weight, w.moment, x)
     wide = np.promote_types(x.dtype, np.float32)
     if isinstance(w, QTensor):
         out = _rounded(w, x.astype(wide)) if w.scheme == "int8" else _digits(w, x.astype(wide))
@@ -100,8 +106,10 @@ def _digits(w: QTensor, x: jax.Array) -> jax.Array:
     return lax.platform_dependent(w.codes, x, cpu=cpu, default=default)
 
 
-def embed(table: jax.Array | QTensor, ids: jax.Array) -> jax.Array:
+def embed(table: jax.Array | QTensor | Observed, ids: jax.Array) -> jax.Array:
     """Columns ``table[ids[R]]`` as feature-major activations [D,R]."""
+    if isinstance(table, Observed):
+        table = table.weight
     if isinstance(table, QTensor):
         rows = jnp.take(table.codes, ids, axis=0, mode="clip").astype(table.scale.dtype)
         return (rows * jnp.take(table.scale, ids, mode="clip")[:, None]).T

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "jaxdecode"
-BOTTOM = {"base", "checks", "keys", "quant"}
+BOTTOM = {"base", "checks", "keys", "observed", "quant"}
 EVERYTHING = {p.stem for p in ROOT.iterdir() if p.stem[0] not in "_." and (p.suffix == ".py" or p.is_dir())}
 # For each part, the parts it may import. Decoders and models meet at base, never at each other.
 MAY_IMPORT = {
@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "constraints": BOTTOM | {"transforms"},
     **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "constraints", "processing"}),
     **dict.fromkeys(
-        ["loop", "generation", "caches", "scoring", "session", "engine", "checkpoint", "text", "benchmark"],
+        ["loop", "generation", "caches", "scoring", "session", "engine", "checkpoint", "text", "benchmark", "calibration"]
+        + ["evaluation"],
         EVERYTHING - {"cli"},
     ),
     "cli": EVERYTHING,

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,13 @@ from jaxdecode.base import Model, Params
 
 __all__ = [
     "CACHE_DTYPES",
+    "Layerwise",
     "RopeScaling",
     "TransformerConfig",
     "WINDOW_SLACK",
     "frequencies",
     "init_params",
+    "layerwise",
     "param_shapes",
     "transformer",
 ]
@@ -296,3 +299,35 @@ def _transformer(config: TransformerConfig, cache_dtype: str | None, window_slac
         return logits, kvcache.advance(cache, layers, plan)
 
     return Model(init_cache, apply)
+
+
+class Layerwise(NamedTuple):
+    """A transformer over whole texts, a layer at a time: ``embed(params, tokens[B,S]) -> x[D, B*S]``, then
+    ``layer(i, params["layers"][i], x, batch) -> x`` for every i, then ``head(params, x, batch) -> logits[B,S,V]``.
+    """
+
+    embed: Callable[[Params, jax.Array], jax.Array]
+    layer: Callable[[int, Params, jax.Array, int], jax.Array]
+    head: Callable[[Params, jax.Array, int], jax.Array]
+
+
+@functools.lru_cache(maxsize=256)
+def layerwise(config: TransformerConfig) -> Layerwise:
+    """The model of ``config`` in parts, for who must see or change what passes between layers."""
+    windows = config.windows(0)
+
+    def embed(params: Params, tokens: jax.Array) -> jax.Array:
+        return linear.embed(params["embed"], tokens.reshape(-1))
+
+    def layer(i: int, params: Params, x: jax.Array, batch: int) -> jax.Array:
+        size = x.shape[1] // batch
+        shape = (1, batch, config.n_kv_heads, config.head_dim, size)
+        cache = kvcache.create(*shape, x.dtype, windows[i : i + 1])
+        plan = kvcache.plan(cache, size)
+        angles = _angles(config, plan.position, x.dtype)
+        return _layer(config, params, x, kvcache.one_layer(cache, 0), plan, angles)[0]
+
+    def head(params: Params, x: jax.Array, batch: int) -> jax.Array:
+        return _head(config, params, x, None, batch)
+
+    return Layerwise(embed, layer, head)

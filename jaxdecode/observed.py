@@ -1,0 +1,90 @@
+"""Watching what a weight is multiplied with: a leaf type that stands where a weight stands, inside any model.
+
+A product with an `Observed` weight is the product with the weight. The cotangent of its ``moment`` [K,K], whose value
+plays no part, is the sum of x x^T over all columns x that the weight meets. So one gradient of any function of the
+params with respect to the moments gives the second moments of all inputs, also through jit, scan and repeated use; what
+a gradient would compute on the way hangs on nothing that is asked for, and XLA removes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdecode.quant import QTensor
+
+__all__ = ["Observed", "product", "second_moments"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """A ``weight`` [N,K] and the ``moment`` [K,K] by which its inputs are seen."""
+
+    weight: jax.Array
+    moment: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(multiply: Callable[..., jax.Array], weight: jax.Array, moment: jax.Array, x: jax.Array) -> jax.Array:
+    """``multiply(weight, x[K,R])``."""
+    return multiply(weight, x)
+
+
+def _forward(multiply: Callable[..., jax.Array], weight: jax.Array, moment: jax.Array, x: jax.Array) -> Any:
+    return multiply(weight, x), (weight, x)
+
+
+def _backward(multiply: Callable[..., jax.Array], kept: Any, cotangent: jax.Array) -> Any:
+    weight, x = kept
+    wide = x.astype(jnp.float32)
+    moment = lax.dot_general(wide, wide, (((1,), (1,)), ((), ())))
+    return jnp.zeros_like(weight), moment, jnp.zeros_like(x)
+
+
+product.defvjp(_forward, _backward)
+
+
+def second_moments(fn: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Any]:
+    """``fn(params, *args)``, and the sum of x x^T [K,K] over the inputs x of every matrix of ``params``, by its place.
+
+    ``fn`` returns float arrays that hang on every product that counts; a matrix that multiplies nothing has zeros.
+    Other leaves have None. Everything is traced: jit what calls this.
+
+    >>> from jaxdecode import linear
+    >>> w, x = jnp.ones((3, 2)), jnp.array([[1.0, 2.0], [0.0, 1.0]])
+    >>> second_moments(lambda params: linear.matmul(params["w"], x), {"w": w})[1]["w"].tolist()
+    [[5.0, 2.0], [2.0, 1.0]]
+    """
+
+    def seen(w: Any) -> bool:
+        return isinstance(w, jax.Array) and w.ndim == 2 and jnp.issubdtype(w.dtype, jnp.floating)
+
+    def outputs(moments: Any) -> tuple[jax.Array, Any]:
+        tagged = jax.tree.map(lambda w, m: w if m is None else Observed(w, m), params, moments, is_leaf=_is_weight)
+        out = fn(tagged, *args)
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(out)), out
+
+    def blank(w: Any) -> jax.Array | None:
+        return jnp.zeros((w.shape[1],) * 2, jnp.float32) if seen(w) else None
+
+    moments, out = jax.grad(outputs, has_aux=True)(jax.tree.map(blank, params, is_leaf=_is_weight))
+    return out, moments
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, QTensor)  # its arrays are no matrices of their own
