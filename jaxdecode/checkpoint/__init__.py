@@ -26,7 +26,7 @@ from jaxdecode.checks import dtype as check_dtype
 from jaxdecode.checks import require
 from jaxdecode.models.toy import ToyConfig
 from jaxdecode.models.transformer import CACHE_DTYPES, TransformerConfig, transformer
-from jaxdecode.quant import Scheme, check_scheme
+from jaxdecode.quant import Scheme, parse_scheme
 from jaxdecode.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def load(
     """
     kind = np.dtype(jnp.dtype(check_dtype("dtype", dtype, _DTYPES)))
     if quantize is not None:
-        check_scheme("quantize", quantize)
+        parse_scheme("quantize", quantize)
     if cache_dtype is not None:
         cache_dtype = check_dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
     if source == TOY:

@@ -28,7 +28,7 @@ from jaxdecode.base import Params
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, Entry, cast_blocks, read_safetensors, write_safetensors
 from jaxdecode.checkpoint.source import Checkpoint, named_shapes, params_from_names
 from jaxdecode.models.transformer import RopeScaling, TransformerConfig
-from jaxdecode.quant import QTensor, Scheme, check_scheme, codes_and_scale
+from jaxdecode.quant import QTensor, Scheme, codes_and_scale, parse_scheme
 from jaxdecode.text.backend import Vocabulary, open_tokenizer
 from jaxdecode.text.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ def read_copy(folder: Path) -> Copy | None:
         described = json.loads((folder / _CONFIG).read_text("utf-8"))
         config, generation = _config(described["config"]), dict(described["generation"])
         if (scheme := described.get("quantize")) is not None:
-            check_scheme("quantize", scheme)
+            parse_scheme("quantize", scheme)
         text = described["vocabulary"]
         text["eos_ids"] = tuple(text["eos_ids"])
         vocabulary = Vocabulary(json=(folder / _TOKENIZER).read_text("utf-8"), **text)

@@ -1,0 +1,38 @@
+"""Quantized weights: grids, codes packed into bits, and leaf types that stand where an array stands."""
+
+from __future__ import annotations
+
+from jaxdecode.quant.bounds import Bounds, bounds
+from jaxdecode.quant.grids import grid_of, nearest_codes, value_of
+from jaxdecode.quant.int8 import codes_and_scale
+from jaxdecode.quant.packing import codes_of, grids_of, grouped, pack, plane_pieces, ungrouped, unpack
+from jaxdecode.quant.schemes import Scheme, Uniform, parse_scheme
+from jaxdecode.quant.tensor import Form, QRows, QTensor, is_quantized, plane_widths
+from jaxdecode.quant.trees import dequantize, quantize, quantize_matrix
+
+__all__ = [
+    "Bounds",
+    "Form",
+    "QRows",
+    "QTensor",
+    "Scheme",
+    "Uniform",
+    "bounds",
+    "codes_and_scale",
+    "codes_of",
+    "dequantize",
+    "grid_of",
+    "grids_of",
+    "grouped",
+    "is_quantized",
+    "nearest_codes",
+    "pack",
+    "parse_scheme",
+    "plane_pieces",
+    "plane_widths",
+    "quantize",
+    "quantize_matrix",
+    "unpack",
+    "value_of",
+    "ungrouped",
+]

@@ -1,0 +1,166 @@
+"""Codes of 1 to 8 bits as planes of 4, 2 and 1 bits, and the arrays that their grids are stored in.
+
+A plane of w bits holds 8/w codes in a byte: byte j of a group holds the codes j, j + m, j + 2m, ... of m = padded group
+* w / 8, the first in its lowest bits. So a shift and a mask give a run of codes that lie side by side, and 4-bit groups
+of 32 lie as in the files of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdecode import checks
+from jaxdecode.quant.grids import namespace, round_bits
+from jaxdecode.quant.schemes import Uniform
+from jaxdecode.quant.tensor import Form, QTensor, plane_widths
+
+__all__ = ["codes_of", "form_of", "grids_of", "grouped", "pack", "plane_pieces", "storable", "ungrouped", "unpack"]
+
+
+def form_of(shape: tuple[int, ...], uniform: Uniform, dtype: Any = np.float32) -> Form:
+    """The form of a weight [N,K] under a scheme."""
+    rows, width = shape
+    group = uniform.group if isinstance(uniform.group, int) else width
+    zero = uniform.last_code / 2 if uniform.grid == "even" else None
+    return Form(uniform.bits, width, min(group, width), zero, jnp.dtype(dtype).name)
+
+
+def grouped(codes: Any, form: Form) -> Any:
+    """[...,K] -> [...,G,padded group]: rows in groups, filled up with 0."""
+    xp = namespace(codes)
+    lead = codes.shape[:-1]
+    none = [(0, 0)] * len(lead)
+    whole = xp.pad(codes, [*none, (0, form.groups * form.group - form.width)])
+    whole = whole.reshape(*lead, form.groups, form.group)
+    return xp.pad(whole, [*none, (0, 0), (0, form.padded - form.group)])
+
+
+def ungrouped(x: Any, form: Form) -> Any:
+    """The other way: [...,G,padded group] -> [...,K]."""
+    whole = x[..., : form.group]
+    return whole.reshape(*x.shape[:-2], form.groups * form.group)[..., : form.width]
+
+
+def _planes(codes: Any, form: Form) -> tuple[Any, ...]:
+    """The planes [...,G,bytes] of codes [...,K], uint8."""
+    xp, x = namespace(codes), grouped(codes, form)
+    planes, shift = [], 0
+    for width in plane_widths(form.bits):
+        pieces = (x >> np.uint8(shift)) & np.uint8(2**width - 1)
+        pieces = pieces.reshape(*x.shape[:-1], 8 // width, form.padded * width // 8)
+        shifts = (xp.arange(8 // width, dtype=np.uint8) * np.uint8(width))[:, None]
+        shifts = xp.broadcast_to(shifts, pieces.shape)
+        planes.append(xp.sum(pieces << shifts, axis=-2, dtype=np.uint8))
+        shift += width
+    return tuple(planes)
+
+
+def plane_pieces(plane: Any, width: int) -> list[Any]:
+    """The runs of codes [...,G,m] that a plane [...,G,m] of ``width`` bits holds, in order."""
+    mask = np.uint8(2**width - 1)
+    shifted = [plane >> np.uint8(at) if at else plane for at in range(0, 8, width)]
+    return [piece if at + width == 8 else piece & mask for at, piece in zip(range(0, 8, width), shifted, strict=True)]
+
+
+def codes_of(q: QTensor) -> Any:
+    """The codes [...,K], uint8."""
+    assert q.form is not None
+    xp = namespace(q.codes[0])
+    total, shift = None, 0
+    for plane, width in zip(q.codes, plane_widths(q.form.bits), strict=True):
+        part = xp.concatenate(plane_pieces(plane, width), axis=-1) << np.uint8(shift)
+        total = part if total is None else total | part
+        shift += width
+    return ungrouped(total, q.form)
+
+
+def grids_of(q: QTensor) -> tuple[Any, Any]:
+    """``scale`` and ``offset`` [N,G] of every group, float32."""
+    assert q.form is not None
+    scale = _times(q.scale, q.scale_unit)
+    if q.form.zero is not None:
+        return scale, scale * np.float32(-q.form.zero)
+    if q.zero is not None:
+        return scale, -(scale * q.zero.astype(np.float32))
+    return scale, _times(q.offset, q.offset_unit)
+
+
+def unpack(q: QTensor) -> tuple[Any, Any, Any]:
+    """Codes uint8 [N,K], and scale and offset [N,G] in float32, of a weight of any scheme but int8 and int8_weights."""
+    return codes_of(q), *grids_of(q)
+
+
+def pack(codes: Any, scale: Any, offset: Any, uniform: Uniform, dtype: Any = np.float32) -> QTensor:
+    """A weight from any codes uint8 [N,K], with scale and offset [N,G] of each group as ``grid_of`` gives them.
+
+    Of an even grid the scale alone counts, of a grid with a zero the offset is a whole number of scales. Scales of
+    groups are float16 numbers times a power of 2 for each row: one that is 2^-29 of the largest of its row, or smaller,
+    is rounded up to such a number. dtype: of the activations that the weight meets. ValueError: shapes that do not fit.
+    """
+    form = form_of(codes.shape, uniform, dtype)
+    xp, groups = namespace(codes), (codes.shape[0], form.groups)
+    for name, x in (("scale", scale), ("offset", offset)):
+        one = uniform.group == "tensor" and x.shape == (1, 1)
+        checks.require(one or x.shape == groups, name, f"shape {groups}", x.shape)
+    scale, offset = xp.broadcast_to(scale, groups), xp.broadcast_to(offset, groups)
+    zero = None
+    if uniform.grid == "zero":
+        zero = xp.round(-offset / xp.where(scale == 0, np.float32(1), scale)).astype(np.uint8)
+    planes = _planes(codes, form)
+    kept = offset if uniform.grid == "affine" else None
+    if not isinstance(uniform.group, int):
+        return QTensor(planes, scale, uniform, kept, zero, form=form)
+    (scale, unit), (kept, offset_unit) = _halves(scale, True), (None, None) if kept is None else _halves(kept, False)
+    return QTensor(planes, scale, uniform, kept, zero, unit, offset_unit, form)
+
+
+def storable(scale: Any, offset: Any, uniform: Uniform) -> tuple[Any, Any]:
+    """Grids [N,G] as `pack` will keep them: those that are too small beside the others of their row are widened."""
+    if not isinstance(uniform.group, int):
+        return scale, offset
+    if uniform.grid != "affine":
+        kept = _times(*_halves(scale, True))
+        xp = namespace(scale)
+        zero = offset / xp.where(scale == 0, np.float32(1), scale)
+        return kept, (zero if uniform.grid == "even" else xp.round(zero)) * kept
+    kept, xp = _times(*_halves(offset, False)), namespace(scale)
+    room = (offset - kept) * np.float32(1 / uniform.last_code)
+    wider = round_bits(scale + room, 11, "up")
+    return _times(*_halves(xp.where(kept == offset, scale, wider), True)), kept
+
+
+def _times(x: Any, unit: Any) -> Any:
+    """x[...,G] times unit[...,S], one for G / S neighbours, in float32."""
+    wide = x.astype(np.float32)
+    if unit is None:
+        return wide
+    return wide * namespace(x).repeat(unit.astype(np.float32), x.shape[-1] // unit.shape[-1], axis=-1)
+
+
+def _halves(x: Any, is_scale: bool) -> tuple[Any, Any]:
+    """float32 x[N,G] of 11 significant bits as float16 [N,G], the largest of a row from 2^14, times powers of 2 [N,1].
+
+    What would be no normal float16 is rounded: a scale up, an offset down.
+    """
+    xp = namespace(x)
+    exponent = (_bits(xp.max(abs(x), axis=-1, keepdims=True)) >> np.int32(23)) - np.int32(127 + 14)
+    exponent = xp.clip(exponent, -126, 112).astype(np.int32)
+    half, least = x * _power_of_2(xp, -exponent), np.float32(2.0**-14)
+    if is_scale:
+        half = xp.where(half == 0, np.float32(0), xp.maximum(half, least))
+    else:
+        half = xp.where(abs(half) >= least, half, xp.where(half < 0, -least, np.float32(0)))
+    return half.astype(np.float16), _power_of_2(xp, exponent).astype(jnp.bfloat16)
+
+
+def _bits(x: Any) -> Any:
+    return x.view(np.int32) if namespace(x) is np else jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _power_of_2(xp: Any, exponent: Any) -> Any:
+    bits = (exponent + np.int32(127)) << np.int32(23)
+    return bits.view(np.float32) if xp is np else jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,114 @@
+"""The leaf types that stand where a weight stands: codes, scales, and what a product with them rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdecode.quant.schemes import Int8, Uniform
+
+__all__ = ["Form", "QRows", "QTensor", "is_quantized", "plane_widths"]
+
+
+def plane_widths(bits: int) -> tuple[int, ...]:
+    """The bits that each plane of a code holds, lowest bits first: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, 7 = 4 + 2 + 1."""
+    return (8,) if bits == 8 else tuple(width for width in (4, 2, 1) if bits & width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the codes of a weight [..., width] lie in memory and what they stand for; what can be read off no array.
+
+    group: values of a row that share a scale, the last ones of a row being fewer. zero: the code that stands for 0, or
+    the half-way one of an even grid; None if arrays tell the offset. dtype: of the activations that the weight meets.
+    """
+
+    bits: int
+    width: int
+    group: int
+    zero: float | None = None
+    dtype: str = "float32"
+
+    @property
+    def groups(self) -> int:
+        return -(-self.width // self.group)
+
+    @property
+    def padded(self) -> int:
+        """Codes that a group has room for: whole bytes in every plane."""
+        return -(-self.group // 8) * 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """A weight [N,K] as codes and scales; ``scheme`` says what a product with it rounds.
+
+    Of "int8" and "int8_weights": ``codes`` int8 [N,K] times ``scale`` [N]. Of all others ``form`` is set, ``codes`` is
+    one uint8 array [N,G,bytes] per plane of bits, and code j of group g of row n stands for ``scale * j + offset`` with
+    scale = ``scale[n,g] * scale_unit[n,s]`` and offset = ``offset[n,g] * offset_unit[n,s]``, s = g * S // G; or
+    offset = -scale * ``zero[n,g]``, or -scale * ``form.zero``. A unit that is None is 1.
+    """
+
+    codes: Any
+    scale: jax.Array
+    scheme: Int8 | Uniform | str = dataclasses.field(metadata={"static": True})
+    offset: jax.Array | None = None
+    zero: jax.Array | None = None
+    scale_unit: jax.Array | None = None
+    offset_unit: jax.Array | None = None
+    form: Form | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape if self.form is None else (*self.scale.shape[:-1], self.form.width)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the activations it meets."""
+        return self.scale.dtype if self.form is None else jnp.dtype(self.form.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(self))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QRows:
+    """A weight [N,K] whose rows are those of several, one below the other, each stored in its own way."""
+
+    parts: tuple[QTensor | jax.Array, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        lead, width = self.parts[0].shape[:-2], self.parts[0].shape[-1]
+        return (*lead, sum(part.shape[-2] for part in self.parts), width)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the activations it meets: that of its quantized parts."""
+        return np.dtype(next((part.dtype for part in self.parts if isinstance(part, QTensor)), self.parts[0].dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(self))
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Whether a node of params is a weight in codes; an ``is_leaf`` for ``jax.tree.map``."""
+    return isinstance(leaf, QTensor | QRows)
