@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxdecode import checks
-from jaxdecode.quant import Uniform, grid_of, nearest_codes, value_of
+from jaxdecode.quant import Uniform, grid_of, nearest_codes, quantize_matrix, unpack, value_of
 from jaxdecode.quant.grids import TINY, bits_of, round_bits
+from jaxdecode.quant.packing import storable
 
 __all__ = ["by_groups", "expand", "group_size", "refit", "rounded", "search", "stored"]
 
@@ -42,14 +43,8 @@ def expand(grid: np.ndarray, k: int, size: int) -> np.ndarray:
 
 def rounded(w: np.ndarray, uniform: Uniform) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Plain rounding: codes [N,K], scale and offset [N,G], by the scheme's own range."""
-    size = group_size(w.shape[1], uniform)
-    codes, scales, offsets = [], [], []
-    for part in by_groups(w, size):
-        scale, offset = grid_of(part, uniform)
-        codes.append(nearest_codes(part, scale, offset, uniform.bits).reshape(len(w), -1))
-        scales.append(scale)
-        offsets.append(offset)
-    return np.concatenate(codes, 1), np.concatenate(scales, 1), np.concatenate(offsets, 1)
+    codes, scale, offset = unpack(quantize_matrix(w, uniform))
+    return codes, scale, offset
 
 
 def stored(scale: np.ndarray, offset: np.ndarray, uniform: Uniform) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +75,7 @@ def search(w: np.ndarray, weight: np.ndarray, uniform: Uniform) -> tuple[np.ndar
     whole = dataclasses.replace(uniform, range="max")
     parts = zip(by_groups(w, size), by_groups(weight, size), strict=True)
     grids = [_search(part, heavy, grid_of(part, whole), uniform) for part, heavy in parts]
-    return np.concatenate([g[0] for g in grids], 1), np.concatenate([g[1] for g in grids], 1)
+    return storable(np.concatenate([g[0] for g in grids], 1), np.concatenate([g[1] for g in grids], 1), uniform)
 
 
 def _search(w: np.ndarray, weight: np.ndarray, widest: Any, uniform: Uniform) -> tuple[np.ndarray, np.ndarray]:
@@ -152,4 +147,4 @@ def refit(
     new = np.where(ok, new, scale).astype(np.float32)
     moved = offset + change[:, g:] if affine else offset / np.where(scale == 0, 1, scale) * new
     kept = stored(new, np.where(ok, moved, offset).astype(np.float32), uniform)
-    return np.where(scale == 0, scale, kept[0]), np.where(scale == 0, offset, kept[1])
+    return storable(np.where(scale == 0, scale, kept[0]), np.where(scale == 0, offset, kept[1]), uniform)

@@ -1,0 +1,200 @@
+"""Weights in few bits that keep what a model does on a text: better than rounding each to the nearest.
+
+Each matrix is rounded so that its products with the inputs it meets on the text change least (``rounding.py``); the
+inputs are seen by a gradient of the model itself (``jaxdecode.observed``), stage by stage (``stages.py``), each on
+what the rounded stages before it give. Finished stages are kept (``steps.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdecode import checks
+from jaxdecode.base import Model, Params
+from jaxdecode.caches import params_digest
+from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, damped, round_matrix
+from jaxdecode.calibration.stages import Stage, Stages, one_stage, transformer_stages
+from jaxdecode.calibration.steps import Steps
+from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.observed import second_moments
+from jaxdecode.quant import Scheme, Uniform, is_quantized, pack, parse_scheme, quantize
+from jaxdecode.quant.schemes import Range
+
+__all__ = ["Calibrated", "MatrixCost", "Stage", "Stages", "calibrate", "one_stage", "transformer_stages", "windows_of"]
+
+OTHERS = "int8_zero_g32"  # scheme of matrices that no text can be seen to meet, such as an embedding
+TOGETHER = 2048  # tokens in a pass
+
+Progress = Callable[[str, float], None]
+
+
+class MatrixCost(NamedTuple):
+    """Of one matrix, over the text: the mean squared error of its product relative to the mean square of that.
+
+    rounding: the same by plain rounding, on the same inputs.
+    """
+
+    calibrated: float
+    rounding: float
+
+
+class Calibrated(NamedTuple):
+    """``params`` with quantized matrices, and what the calibrated ones cost by name ("layers.0.qkv")."""
+
+    params: Params
+    costs: Mapping[str, MatrixCost]
+
+
+def windows_of(ids: Sequence[int], count: int, width: int, key: jax.Array) -> np.ndarray:
+    """``count`` windows [count,width] of a text, drawn with ``key`` from those side by side in it.
+
+    ValueError: the text has fewer.
+    """
+    there = len(ids) // width
+    checks.require(there >= count, "text", f"at least {count} windows of {width} tokens", f"{len(ids)} tokens")
+    chosen = np.sort(np.asarray(jax.random.permutation(key, there))[:count])
+    return np.asarray(ids, np.int32)[: there * width].reshape(there, width)[chosen]
+
+
+def calibrate(
+    model: Model | TransformerConfig,
+    params: Params,
+    tokens: Any,
+    scheme: Scheme,
+    *,
+    others: Scheme = OTHERS,
+    range: Range = "max",  # as in `quantize`
+    rounds: int = ROUNDS,
+    folder: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Calibrated:
+    """``params`` quantized by ``scheme`` for what the model computes on ``tokens`` [B,S], rows of equal length.
+
+    model: a config, whose transformer is calibrated layer by layer, each on what the rounded layers before it give; or
+    any model whose products are ``linear.matmul``'s, seen at once as it is. others: the scheme of matrices that are not
+    calibrated: embedding and output head of a config, all that multiplies nothing of a model. range: of plain rounding,
+    which no row of a matrix may cost more than. folder: where finished stages are kept: the same call goes on there,
+    to the same bits. ValueError: a scheme that is no group-wise or channel-wise one, ids out of range, other work in
+    the folder.
+
+    >>> from jaxdecode.models.transformer import TransformerConfig, init_params
+    >>> config = TransformerConfig(16, 8, 1, 2, 1, 4, 12, context_length=32)
+    >>> tokens = np.arange(32).reshape(2, 16) % 16
+    >>> found = calibrate(config, init_params(config, jax.random.key(0)), tokens, "int3_affine_g8")
+    >>> all(cost.calibrated <= cost.rounding for cost in found.costs.values())
+    True
+    """
+    uniform, rest = parse_scheme("scheme", scheme, range=range), parse_scheme("others", others)
+    if not isinstance(uniform, Uniform) or uniform.group == "tensor":
+        raise ValueError(f"scheme: expected a uniform scheme with a grid for each group or channel, got {scheme}")
+    stages = transformer_stages(model) if isinstance(model, TransformerConfig) else one_stage(model)
+    tokens = np.asarray(tokens)
+    checks.require(tokens.ndim == 2 and tokens.size > 0, "tokens", "an array [B,S]", f"shape {tokens.shape}")
+    if isinstance(model, TransformerConfig):
+        checks.token_ids(tokens, model.vocab_size, "tokens")
+    digest = hashlib.sha256(tokens.astype(np.int32).tobytes()).hexdigest()
+    about = {"scheme": str(uniform), "range": uniform.range, "others": str(rest), "rounds": rounds, "tokens": digest}
+    about |= {"shape": list(tokens.shape), "damping": DAMPING}
+    if folder is not None:
+        about["params"] = params_digest(params)
+    steps = Steps(folder, about)
+    return _through(stages, params, tokens.astype(np.int32), (uniform, rest, rounds), steps, progress)
+
+
+def _through(
+    stages: Stages, params: Params, tokens: np.ndarray, how: Any, steps: Steps, progress: Progress | None
+) -> Calibrated:
+    uniform, rest, _ = how
+    staged = {id(leaf) for stage in stages.stages for leaf in jax.tree.leaves(stage.get(params))}
+    outside = jax.tree.map(lambda w: w if id(w) in staged else quantize(w, rest), params)
+    new, costs, names = outside, {}, len(stages.stages)
+    x: Any = None
+    for i, stage in enumerate(stages.stages):
+        if progress is not None:
+            progress(f"calibrating {uniform}: stage {i + 1} of {names}", i / names)
+        part = stage.get(params)
+        if (held := steps.read(i)) is None:
+            if x is None:
+                x = _over(_call, stages.start, outside, tokens)
+            arrays = _solve(stage, part, x, tokens.shape[1], how)
+            quantized = _built(part, arrays, uniform, rest)
+            x = _over(_call, stage.apply, quantized, x)
+            steps.write(i, arrays, x)
+        else:
+            arrays, x = held
+            quantized = _built(part, arrays, uniform, rest)
+        new = stage.put(new, quantized)
+        prefix = "".join(f"{key}." for key in stage.path)
+        for name in sorted({key.rpartition("/")[0] for key in arrays}):
+            costs[prefix + name] = MatrixCost(*(float(arrays[f"{name}/{kind}"]) for kind in ("cost", "rounding_cost")))
+    return Calibrated(new, costs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(fn: Callable[[Params, Any], Any], part: Params, x: Any) -> Any:
+    return fn(part, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _see(fn: Callable[[Params, Any], Any], part: Params, x: Any) -> Any:
+    return second_moments(fn, part, x)[1]
+
+
+def _batches(x: np.ndarray, width: int) -> list[np.ndarray]:
+    rows = max(1, TOGETHER // width)
+    return [x[i : i + rows] for i in range(0, len(x), rows)]
+
+
+def _over(call: Any, fn: Any, part: Params, x: np.ndarray) -> np.ndarray:
+    """``fn(part, x)`` over batches of rows."""
+    return np.concatenate([np.asarray(call(fn, part, rows)) for rows in _batches(x, x.shape[-1])])
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+
+
+def _solve(stage: Stage, part: Params, x: np.ndarray, width: int, how: Any) -> dict[str, np.ndarray]:
+    """Codes and grids of every matrix of a stage that meets something, by name."""
+    uniform, _, rounds = how
+    total: dict[str, np.ndarray] = {}
+    for rows in _batches(x, width):
+        for path, moment in jax.tree_util.tree_leaves_with_path(_see(stage.apply, part, rows)):
+            name = _name(path)
+            total[name] = total.get(name, np.float64(0)) + np.asarray(moment, np.float64)
+    arrays: dict[str, np.ndarray] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+        if (moment := total.get(_name(path))) is None or not moment.any():
+            continue
+        w, h = np.asarray(leaf, np.float32), damped(moment, x.shape[0] * width)
+        checks.require(bool(np.isfinite(h).all()), _name(path), "finite inputs", "NaN or inf")
+        found = round_matrix(w, h, uniform, rounds=rounds)
+        arrays |= {f"{_name(path)}/{kind}": value for kind, value in _described(found, w, h).items()}
+    return arrays
+
+
+def _described(found: Rounded, w: np.ndarray, h: np.ndarray) -> dict[str, Any]:
+    power = float(np.einsum("nk,nk->", w @ h.astype(np.float32), w)) or 1.0
+    totals = {"cost": found.cost.sum() / power, "rounding_cost": found.rounding_cost.sum() / power}
+    return {"codes": found.codes, "scale": found.scale, "offset": found.offset, **totals}
+
+
+def _built(part: Params, arrays: Mapping[str, np.ndarray], uniform: Uniform, rest: Any) -> Params:
+    """The part with the matrices that were calibrated as they were found, and plain rounding for any other."""
+
+    def leaf(path: tuple[Any, ...], w: Any) -> Any:
+        name = _name(path)
+        if f"{name}/codes" not in arrays:
+            return quantize(w, rest) if not is_quantized(w) else w
+        codes, scale, offset = (jnp.asarray(arrays[f"{name}/{kind}"]) for kind in ("codes", "scale", "offset"))
+        return pack(codes, scale, offset, uniform, w.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, part, is_leaf=is_quantized)
