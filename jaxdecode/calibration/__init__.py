@@ -25,7 +25,7 @@ from jaxdecode.calibration.stages import Stage, Stages, one_stage, transformer_s
 from jaxdecode.calibration.steps import Steps
 from jaxdecode.models.transformer import TransformerConfig
 from jaxdecode.observed import second_moments
-from jaxdecode.quant import Scheme, Uniform, is_quantized, pack, parse_scheme, quantize
+from jaxdecode.quant import Scheme, Uniform, dequantize, is_quantized, pack, parse_scheme, quantize
 from jaxdecode.quant.schemes import Range
 
 __all__ = ["Calibrated", "MatrixCost", "Stage", "Stages", "calibrate", "one_stage", "transformer_stages", "windows_of"]
@@ -115,18 +115,19 @@ def _through(
     uniform, rest, _ = how
     staged = {id(leaf) for stage in stages.stages for leaf in jax.tree.leaves(stage.get(params))}
     outside = jax.tree.map(lambda w: w if id(w) in staged else quantize(w, rest), params)
-    new, costs, names = outside, {}, len(stages.stages)
+    new, costs, count = outside, {}, len(stages.stages)
     x: Any = None
     for i, stage in enumerate(stages.stages):
         if progress is not None:
-            progress(f"calibrating {uniform}: stage {i + 1} of {names}", i / names)
+            progress(f"calibrating {uniform}: stage {i + 1} of {count}", i / count)
         part = stage.get(params)
         if (held := steps.read(i)) is None:
             if x is None:
-                x = _over(_call, stages.start, outside, tokens)
+                x = _over(_call, stages.start, dequantize(outside), tokens)
             arrays = _solve(stage, part, x, tokens.shape[1], how)
             quantized = _built(part, arrays, uniform, rest)
-            x = _over(_call, stage.apply, quantized, x)
+            last = i + 1 == count
+            x = np.zeros(0) if last else _over(_call, stage.apply, dequantize(quantized), x)
             steps.write(i, arrays, x)
         else:
             arrays, x = held

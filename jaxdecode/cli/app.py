@@ -337,4 +337,5 @@ def bench(
     raise typer.Exit(run(asked))
 
 
-import jaxdecode.cli.app_batch  # noqa: E402, F401  # one command more, which needs the options above
+import jaxdecode.cli.app_batch  # noqa: E402, F401  # commands more, which need the options above
+import jaxdecode.cli.app_quality  # noqa: E402, F401
