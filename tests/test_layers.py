@@ -20,8 +20,19 @@ MAY_IMPORT = {
     "constraints": BOTTOM | {"transforms"},
     **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "constraints", "processing"}),
     **dict.fromkeys(
-        ["loop", "generation", "caches", "scoring", "session", "engine", "checkpoint", "text", "benchmark", "calibration"]
-        + ["evaluation"],
+        [
+            "loop",
+            "generation",
+            "caches",
+            "scoring",
+            "session",
+            "engine",
+            "checkpoint",
+            "text",
+            "benchmark",
+            "calibration",
+        ]
+        + ["evaluation", "quantization_report"],
         EVERYTHING - {"cli"},
     ),
     "cli": EVERYTHING,

@@ -33,7 +33,9 @@ class Steps:
         if not file.exists():
             _write(file, lambda made: made.write_text(json.dumps(about), "utf-8"))
         held = json.loads(file.read_text("utf-8"))
-        checks.require(held == about, f"{self.folder}", "the same work, or a new folder", "other params, text or options")
+        checks.require(
+            held == about, f"{self.folder}", "the same work, or a new folder", "other params, text or options"
+        )
 
     def read(self, index: int) -> tuple[dict[str, np.ndarray], np.ndarray] | None:
         """What stage ``index`` gave, and the activations after it if it was the last to finish; None: not done yet."""

@@ -11,7 +11,7 @@ import typer
 from jaxdecode.cli.choices import token_text
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.files import check_target
-from jaxdecode.cli.terminal import Progress, bad_input, styled, table, visible
+from jaxdecode.cli.terminal import Progress, bad_input, styled, visible
 
 if TYPE_CHECKING:
     from jaxdecode.checkpoint import Loaded
@@ -58,7 +58,9 @@ def run(asked: Asked) -> int:
             reference = None if source is None else jaxdecode.load(source, **how, progress=progress)
             ids, digest = read_ids(asked.text, loaded, asked.max_tokens)
             if reference is not None and read_ids(asked.text, reference, asked.max_tokens)[0] != ids:
-                raise ValueError(f"--against: expected a model with the tokens of {asked.model}, got others in {source}")
+                raise ValueError(
+                    f"--against: expected a model with the tokens of {asked.model}, got others in {source}"
+                )
             models = [(one.model, one.params) for one in (reference, loaded) if one is not None]
             found = evaluate(models, ids, window=asked.window, stride=asked.stride, progress=progress)
             if target is not None:
@@ -108,8 +110,10 @@ def as_text(told: dict[str, Any]) -> str:
         rows += [["change", f"{change:+.2%}"], ["KL divergence", f"{told['kl']:.5f} nats a token"]]
         rows += [["same most probable token", f"{told['agreement']:.2%}"]]
     name = f"{told['model']} in {told['quantize'] or told['dtype']}"
+    wide = max(len(label) for label, _ in rows)
+    lines = "".join(f"  {visible(label):<{wide}}  {value}\n" for label, value in rows)
     read = f"{told['counted']:,} of {told['tokens']:,} tokens, windows of {told['window']}, stride {told['stride']}"
-    return f"{styled(visible(name), 'bold')} on {visible(told['text'])}: {read}\n\n{table(['', ''], rows)}"
+    return f"{styled(visible(name), 'bold')} on {visible(told['text'])}: {read}\n{lines}"
 
 
 def _write_table(path: Path, loaded: Loaded, ids: list[int], found: list[Evaluation]) -> None:
