@@ -20,21 +20,10 @@ MAY_IMPORT = {
     "constraints": BOTTOM | {"transforms"},
     **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "constraints", "processing"}),
     **dict.fromkeys(
-        [
-            "loop",
-            "generation",
-            "caches",
-            "scoring",
-            "session",
-            "engine",
-            "checkpoint",
-            "text",
-            "benchmark",
-            "calibration",
-        ]
-        + ["evaluation", "quantization_report"],
+        ["loop", "generation", "caches", "scoring", "session", "engine", "checkpoint", "text", "benchmark"],
         EVERYTHING - {"cli"},
     ),
+    **dict.fromkeys(["calibration", "evaluation", "quantization_report"], EVERYTHING - {"cli"}),
     "cli": EVERYTHING,
 }
 FILES = sorted(

@@ -86,8 +86,6 @@ def _search(w: np.ndarray, weight: np.ndarray, widest: Any, uniform: Uniform) ->
         scale = widest[0] * shrink
         offset = widest[1] * shrink if uniform.grid != "affine" else widest[1] + centre * (widest[0] - scale)
         for step in range(STEPS + 1):
-            if step:
-                scale, offset = _fit_diagonal(w, codes, scale, offset, weight, uniform)
             scale, offset = stored(scale, offset, uniform)
             codes = nearest_codes(w, scale, offset, uniform.bits)
             error = w - value_of(codes, scale[..., None], offset[..., None])
@@ -95,6 +93,8 @@ def _search(w: np.ndarray, weight: np.ndarray, widest: Any, uniform: Uniform) ->
             better = ~empty if least is None else (loss < least) & ~empty
             least = loss if least is None else np.where(better, loss, least)
             best = np.where(better, scale, best[0]), np.where(better, offset, best[1])
+            if step < STEPS:
+                scale, offset = _fit_diagonal(w, codes, scale, offset, weight, uniform)
     return best
 
 

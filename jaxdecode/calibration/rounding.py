@@ -102,7 +102,7 @@ def descend(
     w: np.ndarray, h: np.ndarray, codes: np.ndarray, scale: np.ndarray, offset: np.ndarray, uniform: Uniform
 ) -> np.ndarray:
     """Codes after each, in turn, went to its best level given all others: no row costs more than before."""
-    n, k = w.shape
+    k = w.shape[1]
     columns = _Columns.of(scale, offset, k, group_size(k, uniform), uniform.last_code)
     now = np.ascontiguousarray(codes.T).astype(np.float32)
     h = h.astype(np.float32)

@@ -338,4 +338,4 @@ def bench(
 
 
 import jaxdecode.cli.app_batch  # noqa: E402, F401  # commands more, which need the options above
-import jaxdecode.cli.app_quality  # noqa: E402, F401
+import jaxdecode.cli.app_quality  # noqa: E402
