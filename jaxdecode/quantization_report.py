@@ -23,9 +23,9 @@ def described_matrices(
     """Of every quantized matrix, beside the one in ``params`` that it stands for, in the order of the tree.
 
     name, shape, scheme, bytes; error, model and bound, relative to ``||W||``: ``||W - Q||`` as measured, as the uniform
-    error model says, and at most; largest_error of an entry; outliers: entries beyond 6 standard deviations, and peak, the
-    largest in standard deviations. product and product_by_rounding: the error of W x on the calibration text, relative
-    to W x, from ``costs`` of `calibrate`. inside: the grids cover all entries, so that the bound holds; else it is None.
+    error model says, and at most; largest_error of an entry; outliers: entries beyond 6 standard deviations, and peak,
+    the largest in standard deviations. product and product_by_rounding: the error of W x on the calibration text,
+    relative to W x, from ``costs`` of `calibrate`. inside: the grids cover all entries, so that the bound holds.
     """
     found = []
     pairs = zip(

@@ -337,5 +337,5 @@ def bench(
     raise typer.Exit(run(asked))
 
 
-import jaxdecode.cli.app_batch  # noqa: E402, F401  # commands more, which need the options above
-import jaxdecode.cli.app_quality  # noqa: E402
+import jaxdecode.cli.app_batch  # noqa: E402  # commands more, which need the options above
+import jaxdecode.cli.app_quality  # noqa: E402, F401
