@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdecode.quant import QTensor
+from jaxdecode.quant import is_quantized
 
 __all__ = ["Observed", "product", "second_moments"]
 
@@ -75,16 +75,12 @@ def second_moments(fn: Callable[..., Any], params: Any, *args: Any) -> tuple[Any
         return isinstance(w, jax.Array) and w.ndim == 2 and jnp.issubdtype(w.dtype, jnp.floating)
 
     def outputs(moments: Any) -> tuple[jax.Array, Any]:
-        tagged = jax.tree.map(lambda w, m: w if m is None else Observed(w, m), params, moments, is_leaf=_is_weight)
+        tagged = jax.tree.map(lambda w, m: w if m is None else Observed(w, m), params, moments, is_leaf=is_quantized)
         out = fn(tagged, *args)
         return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(out)), out
 
     def blank(w: Any) -> jax.Array | None:
         return jnp.zeros((w.shape[1],) * 2, jnp.float32) if seen(w) else None
 
-    moments, out = jax.grad(outputs, has_aux=True)(jax.tree.map(blank, params, is_leaf=_is_weight))
+    moments, out = jax.grad(outputs, has_aux=True)(jax.tree.map(blank, params, is_leaf=is_quantized))
     return out, moments
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, QTensor)  # its arrays are no matrices of their own

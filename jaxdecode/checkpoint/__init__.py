@@ -21,7 +21,7 @@ from jaxdecode.checkpoint.catalogue import CATALOGUE, TOY
 from jaxdecode.checkpoint.converted import Copy, Progress
 from jaxdecode.checkpoint.generation_config import settings_of
 from jaxdecode.checkpoint.saving import save
-from jaxdecode.checkpoint.source import Checkpoint
+from jaxdecode.checkpoint.source import AS_STORED, Checkpoint
 from jaxdecode.checks import dtype as check_dtype
 from jaxdecode.checks import require
 from jaxdecode.models.toy import ToyConfig
@@ -77,10 +77,11 @@ def load(
 ) -> Loaded:
     """Load a model: a catalogue name, a ``.gguf`` file, a Hugging Face directory, or a hub id "owner/name".
 
-    dtype: of all params: float32, bfloat16 or float16. quantize: "int8" or "int8_weights": matrices are a ``QTensor``,
-    as from ``jaxdecode.quantize(params, quantize)``. cache_dtype: of keys and values in the cache: another float, or
-    int8, a quarter of the memory (None: that of the params). The first load of a file converts it into the user's cache
-    (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. What ``save``
+    dtype: of all params: float32, bfloat16 or float16. quantize: a scheme: matrices are a ``QTensor``, as from
+    ``jaxdecode.quantize(params, quantize)``; "as_stored": every weight of a GGUF file as the file has it. cache_dtype:
+    of keys and values in the cache: another float, or int8, a quarter of the memory (None: that of the params). The
+    first load of a file converts it into the user's cache (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``;
+    later ones map that copy into memory. What ``save``
     wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
     here, unless JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme, damaged or
     unsupported file; FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is
@@ -91,7 +92,7 @@ def load(
     'words'
     """
     kind = np.dtype(jnp.dtype(check_dtype("dtype", dtype, _DTYPES)))
-    if quantize is not None:
+    if quantize not in (None, AS_STORED):
         parse_scheme("quantize", quantize)
     if cache_dtype is not None:
         cache_dtype = check_dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
@@ -157,6 +158,13 @@ def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress:
     if (copy := converted.read_copy(folder)) is not None:
         return copy
     checkpoint = source.read(source.path)
+    if checkpoint.scheme is not None:
+        expected = f"None, or {AS_STORED!r}: its weights are quantized by {checkpoint.scheme}"
+        require(scheme in (None, AS_STORED), f"{source.path}: quantize", expected, scheme)
+        return converted.stored_params(checkpoint, dtype)
+    if scheme == AS_STORED and not any(param.stored for param in checkpoint.params):
+        expected = "a .gguf file, or a folder of quantized weights that `save` wrote, to keep them as they are"
+        raise ValueError(f"{source.path}: quantize: expected {expected}, got {AS_STORED!r}")
     if scheme is None and (copy := converted.mapped(checkpoint, dtype)) is not None:
         return copy
     try:

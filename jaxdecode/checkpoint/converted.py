@@ -4,8 +4,8 @@ A copy is a folder in the user's cache: ``model.safetensors`` (aligned, so that 
 ``config.json`` and ``tokenizer.json``. It is made under a temporary name, flushed, and renamed when complete: a kill
 leaves nothing half written under the real name. The name holds the source's path, the size and modification time of
 each of its files, the dtype, the scheme if the weights are quantized, and the version of this module's layout, so a
-copy is never stale. A checkpoint that lies on disk like a copy already needs none: its own files are mapped. Of a
-quantized matrix the file holds the codes under its name, and the scale beside them under that name and ``.scale``.
+copy is never stale. A checkpoint that lies on disk like a copy already needs none: its own files are mapped. The arrays
+of a quantized matrix stand beside each other in the file, and the config tells how they belong together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +25,11 @@ import jax
 import numpy as np
 
 from jaxdecode.base import Params
+from jaxdecode.checkpoint.quantized import described, entries_of, quantized_rows, rebuilt, spec_of
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, Entry, cast_blocks, read_safetensors, write_safetensors
-from jaxdecode.checkpoint.source import Checkpoint, named_shapes, params_from_names
+from jaxdecode.checkpoint.source import AS_STORED, Checkpoint, Param, Stored, named_shapes, params_from_names
 from jaxdecode.models.transformer import RopeScaling, TransformerConfig
-from jaxdecode.quant import QTensor, Scheme, codes_and_scale, parse_scheme
+from jaxdecode.quant import Scheme, Uniform
 from jaxdecode.text.backend import Vocabulary, open_tokenizer
 from jaxdecode.text.tokenizer import Tokenizer
 
@@ -40,16 +41,17 @@ __all__ = [
     "in_memory",
     "mapped",
     "read_copy",
+    "stored_leaf",
+    "stored_params",
     "sync_folder",
     "write_copy",
     "write_text",
 ]
 
-_VERSION = 3  # of the layout of a copy and of the conversion: raised whenever either changes
+_VERSION = 4  # of the layout of a copy and of the conversion: raised whenever either changes
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 _UNFINISHED = ".unfinished-"
 _ABANDONED_SECONDS = 3600
-_SCALE = ".scale"
 _PIECE = 1 << 19  # values quantized at a time: their intermediate results stay in the processor's cache
 
 Progress = Callable[[str, float], None]
@@ -77,28 +79,27 @@ def copy_folder(source: Path, files: Sequence[Path], dtype: np.dtype[Any], schem
     for file in files:
         stat = file.stat()
         state.update(os.fsencode(file.name) + f" {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    kind = dtype.name if scheme is None else f"{dtype.name}+{scheme}"
+    reach = f"_{scheme.range}" if isinstance(scheme, Uniform) else ""
+    kind = dtype.name if scheme is None else f"{dtype.name}+{scheme}{reach}"
     return cache_folder() / "checkpoints" / f"{place}-{kind}-{state.hexdigest()[:12]}"
 
 
 def read_copy(folder: Path) -> Copy | None:
     """The copy in ``folder``, its params being the memory map itself on a CPU; None if there is none that is sound."""
     try:
-        described = json.loads((folder / _CONFIG).read_text("utf-8"))
-        config, generation = _config(described["config"]), dict(described["generation"])
-        if (scheme := described.get("quantize")) is not None:
-            parse_scheme("quantize", scheme)
-        text = described["vocabulary"]
+        told = json.loads((folder / _CONFIG).read_text("utf-8"))
+        config, generation = _config(told["config"]), dict(told["generation"])
+        text = told["vocabulary"]
         text["eos_ids"] = tuple(text["eos_ids"])
         vocabulary = Vocabulary(json=(folder / _TOKENIZER).read_text("utf-8"), **text)
         tokenizer = open_tokenizer(vocabulary, str(folder / _TOKENIZER))
         arrays, _ = read_safetensors(folder / _WEIGHTS)
+        leaves = {k: rebuilt(k, told["quantized"].get(k), shape, arrays) for k, shape in named_shapes(config).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if {name: array.shape for name, array in arrays.items()} != _stored_shapes(config, scheme):
+    if arrays:  # more than belongs to the model
         return None
-    params = _params(config, {k: jax.device_put(v) for k, v in arrays.items()}, scheme)
-    return Copy(config, tokenizer, params, generation)
+    return Copy(config, tokenizer, params_from_names(config, jax.device_put(leaves)), generation)
 
 
 def mapped(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> Copy | None:
@@ -108,7 +109,13 @@ def mapped(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> Copy | None:
         if param.mapped is None or param.mapped.dtype != dtype:
             return None
         arrays[param.name] = param.mapped
-    return _copy(checkpoint, {name: jax.device_put(array) for name, array in arrays.items()}, None)
+    return _copy(checkpoint, arrays)
+
+
+def stored_params(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> Copy:
+    """The checkpoint over its own mapped files, for one whose weights `save` wrote as they are."""
+    leaves = {p.name: stored_leaf(p, dtype, AS_STORED, checkpoint.where).make() for p in checkpoint.params}
+    return _copy(checkpoint, leaves)
 
 
 def write_copy(
@@ -125,9 +132,8 @@ def write_copy(
         text = checkpoint.vocabulary._asdict()
         write_text(made / _TOKENIZER, text.pop("json"))
         config = dataclasses.asdict(checkpoint.config)
-        about = {"quantize": scheme, "generation": dict(checkpoint.generation)}
-        described = {"config": config, "vocabulary": text, **about}
-        write_text(made / _CONFIG, json.dumps(described, indent=1))
+        about = {"quantized": _descriptions(checkpoint, dtype, scheme), "generation": dict(checkpoint.generation)}
+        write_text(made / _CONFIG, json.dumps({"config": config, "vocabulary": text, **about}, indent=1))
         sync_folder(made)
         _put_in_place(made, folder)
         sync_folder(root)
@@ -153,13 +159,15 @@ def in_memory(checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | Non
             at += block.size
             report(done + at * entry.dtype.itemsize)
         done += entry.nbytes
-        arrays[entry.name] = jax.device_put(flat.reshape(entry.shape))
-    return _copy(checkpoint, arrays, scheme)
+        arrays[entry.name] = flat.reshape(entry.shape)
+    told = _descriptions(checkpoint, dtype, scheme)
+    leaves = {p.name: rebuilt(p.name, told.get(p.name), p.shape, arrays) for p in checkpoint.params}
+    return _copy(checkpoint, leaves)
 
 
-def _copy(checkpoint: Checkpoint, arrays: Mapping[str, jax.Array], scheme: Scheme | None) -> Copy:
+def _copy(checkpoint: Checkpoint, leaves: Mapping[str, Any]) -> Copy:
     tokenizer = open_tokenizer(checkpoint.vocabulary, checkpoint.where)
-    params = _params(checkpoint.config, arrays, scheme)
+    params = params_from_names(checkpoint.config, jax.device_put(dict(leaves)))
     return Copy(checkpoint.config, tokenizer, params, checkpoint.generation)
 
 
@@ -173,49 +181,34 @@ def _config(fields: dict[str, Any]) -> TransformerConfig:
     )
 
 
-def _stored_shapes(config: TransformerConfig, scheme: Scheme | None) -> dict[str, tuple[int, ...]]:
-    """The tensors of a copy: the parameters, and a scale for each quantized matrix."""
-    shapes = named_shapes(config)
-    matrices = {name: shape for name, shape in shapes.items() if scheme is not None and len(shape) == 2}
-    return shapes | {name + _SCALE: shape[:1] for name, shape in matrices.items()}
+def stored_leaf(param: Param, dtype: np.dtype[Any], scheme: Scheme | None, where: str) -> Stored:
+    """What is kept of a parameter under a scheme, "as_stored" or None: vectors, and all of it under None, as floats."""
+    entry = Entry(param.name, dtype, param.shape, param.blocks, where)
+    if scheme == AS_STORED and param.stored is not None:
+        return param.stored(dtype)
+    if scheme is None or scheme == AS_STORED or len(param.shape) != 2:
+        spec = jax.ShapeDtypeStruct(param.shape, dtype)
+        return Stored(spec, lambda: np.concatenate([x.reshape(-1) for x in cast_blocks(entry)]).reshape(param.shape))
+    rows = max(1, _PIECE // param.shape[1])
+    name = f"{where}: {param.name}"
+    spec = spec_of(param.shape, dtype, scheme)
+    return Stored(spec, lambda: quantized_rows(iter(cast_blocks(entry)), scheme, param.shape, rows, name))
 
 
-def _params(config: TransformerConfig, arrays: Mapping[str, jax.Array], scheme: Scheme | None) -> Params:
-    leaves: dict[str, Any] = dict(arrays)
-    if scheme is not None:
-        for name in named_shapes(config):
-            if (scale := leaves.pop(name + _SCALE, None)) is not None:
-                leaves[name] = QTensor(leaves[name], scale, scheme)
-    return params_from_names(config, leaves)
+def _descriptions(checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | None) -> dict[str, Any]:
+    told = {p.name: described(stored_leaf(p, dtype, scheme, checkpoint.where).spec) for p in checkpoint.params}
+    return {name: about for name, about in told.items() if about is not None}
 
 
 def _entries(checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | None) -> list[Entry]:
     entries: list[Entry] = []
     for param in checkpoint.params:
-        entry = Entry(param.name, dtype, param.shape, param.blocks, checkpoint.where)
-        entries += [entry] if scheme is None or len(param.shape) != 2 else _quantized(entry)
+        leaf = stored_leaf(param, dtype, scheme, checkpoint.where)
+        if isinstance(leaf.spec, jax.ShapeDtypeStruct):  # a float: block by block
+            entries.append(Entry(param.name, dtype, param.shape, param.blocks, checkpoint.where))
+        else:
+            entries += entries_of(param.name, leaf.spec, leaf.make, checkpoint.where)
     return entries
-
-
-def _quantized(entry: Entry) -> list[Entry]:
-    """The codes of a matrix, and its scale, which is known once the codes were asked for."""
-    scales: list[np.ndarray] = []
-    width = entry.shape[1]
-    rows = max(1, _PIECE // width)
-
-    def codes() -> Iterator[np.ndarray]:
-        scales.clear()
-        for block in cast_blocks(entry):
-            matrix = block.reshape(-1, width)
-            for first in range(0, len(matrix), rows):
-                piece, scale = codes_and_scale(matrix[first : first + rows], np)
-                scales.append(scale)
-                yield piece
-
-    return [
-        Entry(entry.name, np.dtype(np.int8), entry.shape, codes, entry.where),
-        Entry(entry.name + _SCALE, entry.dtype, entry.shape[:1], lambda: scales, entry.where),
-    ]
 
 
 def _reporter(entries: list[Entry], progress: Progress) -> Callable[[int], None]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["GgufFile", "GgufTensor", "dequantized_rows", "read_gguf"]
+__all__ = ["GgufFile", "GgufTensor", "dequantized_rows", "raw_rows", "read_gguf"]
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -194,6 +194,16 @@ def _placed(head: _Header, described: list[GgufTensor], alignment: Any) -> dict[
     return placed
 
 
+def raw_rows(file: GgufFile, tensor: GgufTensor, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """The tensor's bytes [n, bytes of a row], of a few million values at a time; ``order``: rows in this order."""
+    n_rows = math.prod(tensor.shape[:-1])
+    raw = file.data[tensor.offset : tensor.offset + tensor.nbytes].reshape(n_rows, tensor.nbytes // max(n_rows, 1))
+    step = max(1, _BLOCK_VALUES // max(tensor.shape[-1], 1))
+    for first in range(0, n_rows, step):
+        rows = slice(first, first + step)
+        yield np.ascontiguousarray(raw[rows] if order is None else raw[order[rows]])
+
+
 def dequantized_rows(file: GgufFile, tensor: GgufTensor, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
     """The tensor's values as float blocks [n, values of a row], a few MiB at a time; ``order``: rows in this order.
 
@@ -201,13 +211,7 @@ def dequantized_rows(file: GgufFile, tensor: GgufTensor, order: np.ndarray | Non
     """
     from gguf import dequantize
 
-    width = tensor.shape[-1]
-    n_rows = math.prod(tensor.shape[:-1])
-    raw = file.data[tensor.offset : tensor.offset + tensor.nbytes].reshape(n_rows, tensor.nbytes // max(n_rows, 1))
-    step = max(1, _BLOCK_VALUES // max(width, 1))
-    for first in range(0, n_rows, step):
-        rows = slice(first, first + step)
-        block = np.ascontiguousarray(raw[rows] if order is None else raw[order[rows]])
+    for block in raw_rows(file, tensor, order):
         try:
             with np.errstate(all="ignore"):  # damaged scales: whoever uses the values checks that they are finite
                 yield dequantize(block, tensor.type)

@@ -8,6 +8,7 @@ Those of its relatives are as they were.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import numpy as np
 
 from jaxdecode.checkpoint.fields import Fields
 from jaxdecode.checkpoint.gguf_file import GgufFile, GgufTensor, dequantized_rows, read_gguf
+from jaxdecode.checkpoint.gguf_stored import stored_tensors
 from jaxdecode.checkpoint.source import Checkpoint, Names, Param, named_shapes
 from jaxdecode.checks import require
 from jaxdecode.models.transformer import RopeScaling, TransformerConfig, frequencies
@@ -232,7 +234,8 @@ def _params(owners: _Owners, config: TransformerConfig, path: Path, permuted: bo
             require(tensor.shape == part_shape, f"{owners[source].path}: {source}", f"shape {part_shape}", tensor.shape)
             used.add(source)
             parts.append((owners[source], tensor, _row_order(source, config) if permuted else None))
-        params.append(Param(name, shape, lambda parts=parts: _blocks(parts)))  # type: ignore[misc]
+        stored = functools.partial(stored_tensors, parts) if len(shape) == 2 else None
+        params.append(Param(name, shape, functools.partial(_blocks, parts), stored=stored))
     surplus = sorted(owners.keys() - used)
     require(not surplus, f"{path}: tensors", "none beyond those of the model", surplus)
     return tuple(params)

@@ -19,6 +19,7 @@ from jaxdecode.checkpoint.fields import read_json
 from jaxdecode.checkpoint.generation_config import law_of
 from jaxdecode.checkpoint.hf_config import config_from_json
 from jaxdecode.checkpoint.hf_tokenizer import hf_vocabulary
+from jaxdecode.checkpoint.quantized import OURS, saved_params
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, read_safetensors
 from jaxdecode.checkpoint.source import Checkpoint, Names, Param, named_shapes
 from jaxdecode.checks import require
@@ -67,15 +68,21 @@ def read_llama_directory(folder: Path) -> Checkpoint:
     tensor, a feature that the model does not have. FileNotFoundError: a file that must be there.
     """
     values = read_json(folder / CONFIG)
-    config = config_from_json(values, str(folder / CONFIG))
+    quantized = values.get("quantization_config")
+    ours = isinstance(quantized, dict) and quantized.get("quant_method") == OURS
+    config = config_from_json(values | ({"quantization_config": None} if ours else {}), str(folder / CONFIG))
     path = folder / GENERATION
     generation = read_json(path) if path.exists() else {}
     vocabulary = hf_vocabulary(folder, values, generation, config.vocab_size)
     tensors = _tensors(folder)
     n_layers = config.n_layers
     require(n_layers <= len(tensors), f"{folder / CONFIG}: num_hidden_layers", "layers that are in the file", n_layers)
-    params = _params(tensors, config, folder)
-    return Checkpoint(str(folder), config, vocabulary, params, law_of(generation, str(path)))
+    law = law_of(generation, str(path))
+    if ours:
+        arrays = {name: tensor.values for name, tensor in tensors.items()}
+        params, scheme = saved_params(quantized, arrays, config, str(folder))
+        return Checkpoint(str(folder), config, vocabulary, params, law, scheme)
+    return Checkpoint(str(folder), config, vocabulary, _params(tensors, config, folder), law)
 
 
 def weight_files(folder: Path) -> dict[str, list[str]]:

@@ -7,22 +7,24 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdecode.checkpoint.converted import Progress, sync_folder, write_text
 from jaxdecode.checkpoint.hf_config import config_to_json
 from jaxdecode.checkpoint.hf_llama import CONFIG, GENERATION, INDEX, NAMES, WEIGHTS
 from jaxdecode.checkpoint.hf_tokenizer import tokenizer_files
+from jaxdecode.checkpoint.quantized import OURS, described, entries_of
 from jaxdecode.checkpoint.safetensors_file import Entry, write_safetensors
 from jaxdecode.checkpoint.source import named_shapes
 from jaxdecode.checks import require
 from jaxdecode.models.transformer import TransformerConfig
-from jaxdecode.quant import QTensor
+from jaxdecode.quant import QTensor, is_quantized
 
 if TYPE_CHECKING:
     from jaxdecode.checkpoint import Loaded
@@ -37,6 +39,7 @@ def save(
     directory: str | os.PathLike[str],
     *,
     max_shard_bytes: int | None = None,
+    notes: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write a model of the llama family to a new or empty ``directory``, and return that.
@@ -44,8 +47,9 @@ def save(
     It loads back bit for bit, without a converted copy, and transformers reads it: config.json, generation_config.json,
     tokenizer.json, tokenizer_config.json with the chat template, and the weights in their own dtype, in one
     model.safetensors, or in several and an index if ``max_shard_bytes`` is less than they have. The directory appears
-    when it is complete, or not at all. ValueError: another kind of model or params, quantized ones, rotary divisors
-    that config.json cannot state; FileExistsError: a directory that is not empty.
+    when it is complete, or not at all. Quantized params are written as they are, with ``notes`` (JSON) of how they were
+    made in config.json; only this library reads those. ValueError: another kind of model or params, rotary divisors
+    that config.json cannot state, notes without quantized params; FileExistsError: a directory that is not empty.
     """
     folder = Path(directory).expanduser()
     _check_free(folder)
@@ -54,14 +58,14 @@ def save(
         raise ValueError(f"save: expected a model of the llama family, got {type(config).__name__}")
     shard = max_shard_bytes is None or (isinstance(max_shard_bytes, int) and max_shard_bytes > 0)
     require(shard, "save: max_shard_bytes", "a positive number, or None", max_shard_bytes)
-    leaves = jax.tree.leaves(loaded.params, is_leaf=lambda x: isinstance(x, QTensor))
-    quantized = any(isinstance(leaf, QTensor) for leaf in leaves)
-    require(not quantized, "save: params", "arrays, as `load` without quantize= gives", "quantized ones")
-    groups = _groups(loaded.params, config)
-    dtype = groups[0][0].dtype.name
+    found = _found(loaded.params, config)
+    quantized = any(map(is_quantized, found.values()))
+    require(quantized or notes is None, "save: notes", "none for params that are not quantized", notes)
+    groups = _quantized_groups(found) if quantized else _groups(found, config)
+    dtype = jnp.dtype(found["embed"].dtype).name
     ids: Any = {"bos_token_id": loaded.tokenizer.bos_id, "eos_token_id": list(loaded.tokenizer.eos_ids) or None}
     texts: dict[str, dict[str, Any]] = {
-        CONFIG: config_to_json(config, dtype) | ids,
+        CONFIG: config_to_json(config, dtype) | ids | (_about(found, notes) if quantized else {}),
         GENERATION: {k: v for k, v in ids.items() if v is not None} | dict(loaded.generation),
         **tokenizer_files(loaded.tokenizer),
     }
@@ -87,16 +91,40 @@ def _check_free(folder: Path) -> None:
         raise FileExistsError(f"{folder}: expected a new or empty folder, got one with files in it")
 
 
-def _groups(params: Any, config: TransformerConfig) -> list[list[Entry]]:
-    """The tensors to write; those of a group are read as one parameter, so they lie side by side in one file."""
+def _found(params: Any, config: TransformerConfig) -> dict[str, Any]:
+    """Every parameter by its name, in the order of the file."""
     expected = named_shapes(config)
-    found = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    found = {_name(path): leaf for path, leaf in leaves}
     shapes = {name: getattr(leaf, "shape", None) for name, leaf in found.items()}
     wrong = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
     require(not wrong, "save: params", "the names and shapes of the config", f"others for {wrong}")
+    return {name: found[name] for name in expected}
+
+
+def _quantized_groups(found: Mapping[str, Any]) -> list[list[Entry]]:
+    """The arrays of every parameter, which lie side by side."""
+    groups = []
+    for name, leaf in found.items():
+        kept = jax.tree.map(np.asarray, leaf)
+        groups.append(entries_of(name, kept, lambda kept=kept: kept, "save"))  # type: ignore[misc]
+    return groups
+
+
+def _about(found: Mapping[str, Any], notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What config.json says of quantized parameters."""
+    parts = jax.tree.leaves([*found.values()], is_leaf=lambda x: isinstance(x, QTensor))
+    schemes = sorted({str(part.scheme) for part in parts if isinstance(part, QTensor)})
+    tensors = {name: about for name, leaf in found.items() if (about := described(leaf)) is not None}
+    told = {"quant_method": OURS, "scheme": "+".join(schemes), "notes": dict(notes or {}), "tensors": tensors}
+    return {"quantization_config": told}
+
+
+def _groups(found: Mapping[str, Any], config: TransformerConfig) -> list[list[Entry]]:
+    """The tensors to write; those of a group are read as one parameter, so they lie side by side in one file."""
     dtypes = sorted({str(leaf.dtype) for leaf in found.values()})
     require(len(dtypes) == 1 and dtypes[0] in _DTYPES, "save: params", f"one dtype of {', '.join(_DTYPES)}", dtypes)
-    return [_group(name, found[name], config) for name in expected]
+    return [_group(name, leaf, config) for name, leaf in found.items()]
 
 
 def _name(path: tuple[Any, ...]) -> str:

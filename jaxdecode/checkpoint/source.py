@@ -11,25 +11,37 @@ from jaxdecode.base import Params
 from jaxdecode.models.transformer import TransformerConfig, param_shapes
 from jaxdecode.text.backend import Vocabulary
 
-__all__ = ["Checkpoint", "Names", "Param", "named_shapes", "params_from_names"]
+__all__ = ["AS_STORED", "Checkpoint", "Names", "Param", "Stored", "named_shapes", "params_from_names"]
+
+AS_STORED = "as_stored"  # stands where a scheme does: every weight as its file has it
 
 
 class Param(NamedTuple):
     """One parameter: its name ("layers.3.qkv"), shape, and its values in row-major order, a few rows at a time.
 
     mapped: the values as they lie in a memory-mapped file, if they lie there so that jax can use them as they are.
+    stored: the leaf as the file has it, quantized or not, for activations of a dtype; None: a float of that dtype.
     """
 
     name: str
     shape: tuple[int, ...]
     blocks: Callable[[], Iterable[np.ndarray]]
     mapped: np.ndarray | None = None
+    stored: Callable[[np.dtype[Any]], Stored] | None = None
+
+
+class Stored(NamedTuple):
+    """A leaf of params: its arrays' shapes and dtypes (a ``jax.ShapeDtypeStruct`` each), and how to make it."""
+
+    spec: Any
+    make: Callable[[], Any]
 
 
 class Checkpoint(NamedTuple):
     """A checkpoint as its files describe it: checked, but with no weight read yet. where: the file, for errors.
 
-    generation: the fields of a ``generation_config.json`` that change what is generated.
+    generation: the fields of a ``generation_config.json`` that change what is generated. scheme: by what the files'
+    own weights are quantized, if `save` wrote them so: then every param is ``stored``.
     """
 
     where: str
@@ -37,6 +49,7 @@ class Checkpoint(NamedTuple):
     vocabulary: Vocabulary
     params: tuple[Param, ...]
     generation: Mapping[str, Any] = {}
+    scheme: str | None = None
 
 
 class Names(NamedTuple):

@@ -36,10 +36,13 @@ MinP = Annotated[
 Seed = Annotated[int, typer.Option(metavar="N", help="The same seed writes the same text.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="The most tokens to write.")]
 Dtype = Annotated[DtypeName, typer.Option(help="Type of the weights.")]
-SchemeName = Literal["int8", "int8_weights"]
+SCHEME_HELP = (
+    "int8 (rounds activations too), int8_weights, or int1 to int8 with _even, _zero or _affine and _g32 (any size), "
+    "_channel or _tensor"
+)
 Quantize = Annotated[
-    SchemeName | None,
-    typer.Option(help="Weights as int8: int8 rounds the activations too, int8_weights leaves them as they are."),
+    str | None,
+    typer.Option(metavar="SCHEME", help=f"Weights in few bits: {SCHEME_HELP}; as_stored: as a GGUF file has them."),
 ]
 CacheDtypeName = Literal["float32", "bfloat16", "float16", "int8"]
 CacheDtype = Annotated[
@@ -150,8 +153,12 @@ def generate(
         ),
     ] = None,
     draft_quantize: Annotated[
-        SchemeName | None,
-        typer.Option(help="Weights of the draft; alone: the model itself drafts with them.", rich_help_panel=DRAFTS),
+        str | None,
+        typer.Option(
+            metavar="SCHEME",
+            help="Weights of the draft; alone: the model itself drafts with them.",
+            rich_help_panel=DRAFTS,
+        ),
     ] = None,
     draft_length: Annotated[
         int | None,

@@ -50,16 +50,24 @@ def describe(
     source: str, dtype: str, scheme: Scheme | None, cache_dtype: str, progress: Callable[..., None]
 ) -> dict[str, Any]:
     """Everything the command tells, as JSON. ValueError, OSError, ImportError: no such model, or a damaged one."""
+    import jax.numpy as jnp
+
     from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
+    from jaxdecode.checkpoint.converted import stored_leaf
+    from jaxdecode.checkpoint.source import AS_STORED
+    from jaxdecode.quant import parse_scheme
 
     if source == TOY:
         return _describe_toy(dtype, scheme)
     place = find(source, progress)
     checkpoint = place.read(place.path)
     config = checkpoint.config
-    size = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-    params = [_param(p.name, p.shape, dtype, size, scheme) for p in checkpoint.params]
+    if scheme not in (None, AS_STORED):
+        parse_scheme("quantize", scheme)
+    scheme = scheme or (AS_STORED if checkpoint.scheme else None)
+    kind = jnp.dtype(dtype)
+    params = [_param(p.name, stored_leaf(p, kind, scheme, checkpoint.where).spec) for p in checkpoint.params]
     files = [{"file": path.name, "bytes": path.stat().st_size} for path in place.files]
     return {
         "model": source,
@@ -77,7 +85,7 @@ def _describe_toy(dtype: str, scheme: Scheme | None) -> dict[str, Any]:
     import jaxdecode
 
     loaded = jaxdecode.load("toy", dtype=dtype, quantize=scheme)
-    table_of_logits = _param("table", loaded.params.shape, dtype, loaded.params.dtype.itemsize, None)
+    table_of_logits = _param("table", loaded.params)
     return {
         "model": "toy",
         "files": [],
@@ -100,11 +108,16 @@ def _batch(found: dict[str, Any], run: Run) -> dict[str, Any]:
     return predicted(run, base_bytes(), found["parameter_bytes"], found["cache_bytes_per_token"], **sizes)
 
 
-def _param(name: str, shape: tuple[int, ...], dtype: str, size: int, scheme: Scheme | None) -> dict[str, Any]:
-    """One parameter; a matrix that is quantized has a byte for each number, and a scale for each row."""
-    if scheme is not None and len(shape) == 2:
-        return {"name": name, "shape": list(shape), "dtype": scheme, "bytes": math.prod(shape) + shape[0] * size}
-    return {"name": name, "shape": list(shape), "dtype": dtype, "bytes": math.prod(shape) * size}
+def _param(name: str, leaf: Any) -> dict[str, Any]:
+    """One parameter, by the arrays it is kept in: of one that is quantized, its schemes stand for a dtype."""
+    import jax
+
+    from jaxdecode.quant import QTensor
+
+    parts = jax.tree.leaves(leaf, is_leaf=lambda x: isinstance(x, QTensor))
+    kinds = [str(part.scheme) if isinstance(part, QTensor) else part.dtype.name for part in parts]
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(leaf))
+    return {"name": name, "shape": list(leaf.shape), "dtype": "+".join(kinds), "bytes": size}
 
 
 def _totals(params: list[dict[str, Any]], dtype: str, scheme: Scheme | None) -> dict[str, Any]:

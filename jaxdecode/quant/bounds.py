@@ -19,9 +19,9 @@ __all__ = ["Bounds", "bounds"]
 class Bounds(NamedTuple):
     """Of W - Q for a weight Q [N,K] whose grids cover W.
 
-    entry: the largest error of an entry in each group [N,G], D/2 and 2 ulp of the end of the grid. frobenius: of
-    ``||W - Q||_F``, which also bounds ``||(W - Q) x|| / ||x||``. model: ``||W - Q||_F`` if errors are uniform on a step,
-    D^2 / 12 each.
+    entry: the largest error of an entry in each group [N,G], D/2 and 2 ulp of the end of the grid. frobenius: the
+    largest ``||W - Q||_F``, and so the largest ``||(W - Q) x|| / ||x||``. model: ``||W - Q||_F`` if errors are uniform
+    on a step, D^2 / 12 each.
     """
 
     entry: jax.Array

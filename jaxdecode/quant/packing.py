@@ -18,15 +18,26 @@ from jaxdecode.quant.grids import namespace, round_bits
 from jaxdecode.quant.schemes import Uniform
 from jaxdecode.quant.tensor import Form, QTensor, plane_widths
 
-__all__ = ["codes_of", "form_of", "grids_of", "grouped", "pack", "plane_pieces", "storable", "ungrouped", "unpack"]
+__all__ = [
+    "codes_of",
+    "form_of",
+    "grids_of",
+    "grouped",
+    "pack",
+    "packed_planes",
+    "plane_pieces",
+    "storable",
+    "ungrouped",
+    "unpack",
+]
 
 
 def form_of(shape: tuple[int, ...], uniform: Uniform, dtype: Any = np.float32) -> Form:
     """The form of a weight [N,K] under a scheme."""
-    rows, width = shape
+    width = shape[1]
     group = uniform.group if isinstance(uniform.group, int) else width
     zero = uniform.last_code / 2 if uniform.grid == "even" else None
-    return Form(uniform.bits, width, min(group, width), zero, jnp.dtype(dtype).name)
+    return Form(uniform.bits, width, min(group, width), zero, dtype=jnp.dtype(dtype).name)
 
 
 def grouped(codes: Any, form: Form) -> Any:
@@ -45,7 +56,7 @@ def ungrouped(x: Any, form: Form) -> Any:
     return whole.reshape(*x.shape[:-2], form.groups * form.group)[..., : form.width]
 
 
-def _planes(codes: Any, form: Form) -> tuple[Any, ...]:
+def packed_planes(codes: Any, form: Form) -> tuple[Any, ...]:
     """The planes [...,G,bytes] of codes [...,K], uint8."""
     xp, x = namespace(codes), grouped(codes, form)
     planes, shift = [], 0
@@ -81,6 +92,9 @@ def codes_of(q: QTensor) -> Any:
 def grids_of(q: QTensor) -> tuple[Any, Any]:
     """``scale`` and ``offset`` [N,G] of every group, float32."""
     assert q.form is not None
+    if q.form.nibbles:
+        scale = _times(q.scale & np.uint8(15), q.scale_unit)
+        return scale, _times(q.scale >> np.uint8(4), q.offset_unit)
     scale = _times(q.scale, q.scale_unit)
     if q.form.zero is not None:
         return scale, scale * np.float32(-q.form.zero)
@@ -110,7 +124,7 @@ def pack(codes: Any, scale: Any, offset: Any, uniform: Uniform, dtype: Any = np.
     zero = None
     if uniform.grid == "zero":
         zero = xp.round(-offset / xp.where(scale == 0, np.float32(1), scale)).astype(np.uint8)
-    planes = _planes(codes, form)
+    planes = packed_planes(codes, form)
     kept = offset if uniform.grid == "affine" else None
     if not isinstance(uniform.group, int):
         return QTensor(planes, scale, uniform, kept, zero, form=form)

@@ -28,9 +28,9 @@ _NAME = re.compile(r"int([1-8])(?:_(even|zero|affine))?(?:_(?:g([1-9]\d{0,6})|(c
 class Uniform:
     """Codes of ``bits`` bits on an evenly spaced grid per group; weights are rounded, activations are not.
 
-    grid: ``even``: levels -a + jD, none of them 0 (S8.1); ``zero``: one integer code is exactly 0; ``affine``: scale and
-    offset, both real. group: values of a row that share a grid, or "channel" (a row) or "tensor". range: how the end a
-    of the grid is found: the largest magnitude, the 99.9th percentile, or the least squared error (S8.6).
+    grid: ``even``: levels -a + jD, none of them 0 (S8.1); ``zero``: one integer code is exactly 0; ``affine``: scale
+    and offset, both real. group: values of a row that share a grid, or "channel" (a row) or "tensor". range: how the
+    end a of the grid is found: the largest magnitude, the 99.9th percentile, or the least squared error (S8.6).
     """
 
     bits: int

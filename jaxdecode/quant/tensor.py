@@ -24,13 +24,15 @@ class Form:
     """How the codes of a weight [..., width] lie in memory and what they stand for; what can be read off no array.
 
     group: values of a row that share a scale, the last ones of a row being fewer. zero: the code that stands for 0, or
-    the half-way one of an even grid; None if arrays tell the offset. dtype: of the activations that the weight meets.
+    the half-way one of an even grid; None if arrays tell the offset. nibbles: a byte of ``scale`` holds the scale in
+    its low 4 bits and the offset in its high ones. dtype: of the activations that the weight meets.
     """
 
     bits: int
     width: int
     group: int
     zero: float | None = None
+    nibbles: bool = False
     dtype: str = "float32"
 
     @property
@@ -85,23 +87,22 @@ class QTensor:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QRows:
-    """A weight [N,K] whose rows are those of several, one below the other, each stored in its own way."""
+    """A weight [N,K] whose rows are those of several, one below the other, each stored in its own way.
+
+    A part may be a float array too, of another dtype than ``dtype``, which is that of the activations.
+    """
 
     parts: tuple[QTensor | jax.Array, ...]
+    dtype: Any = dataclasses.field(default=np.dtype(np.float32), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        lead, width = self.parts[0].shape[:-2], self.parts[0].shape[-1]
+        *lead, _, width = self.parts[0].shape
         return (*lead, sum(part.shape[-2] for part in self.parts), width)
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the activations it meets: that of its quantized parts."""
-        return np.dtype(next((part.dtype for part in self.parts if isinstance(part, QTensor)), self.parts[0].dtype))
 
     @property
     def nbytes(self) -> int:

@@ -105,7 +105,8 @@ def dequantize(params: Params) -> Params:
 
 def _values(w: Any) -> Any:
     if isinstance(w, QRows):
-        return namespace(w.parts[0]).concatenate([_values(part) for part in w.parts], axis=-2)
+        parts = [_values(part).astype(w.dtype) for part in w.parts]
+        return namespace(parts[0]).concatenate(parts, axis=-2)
     if not isinstance(w, QTensor):
         return w
     if w.form is None:

@@ -1,49 +1,33 @@
-"""Products with weights: the only code that multiplies by a weight.
+"""Products with codes of a byte for each weight and one scale per output channel: int8 and int8_weights.
 
-Activations are feature-major, [features, rows]. What each weight type does, by platform:
+| scheme       | CPU                                                             | elsewhere                         |
+|--------------|-----------------------------------------------------------------|-----------------------------------|
+| int8         | int8 x int8 -> int32, x rounded per row; one row is padded to 2 | the same, unpadded                |
+|              | (jax < 0.10.2: codes converted inside the product, ``_one_row``)|                                   |
+| int8_weights | the same with x as three int8 digits, side by side as 3R rows   | ``W`` converted inside the product|
 
-| weight         | CPU                                                             | elsewhere                         |
-|----------------|-----------------------------------------------------------------|-----------------------------------|
-| float          | ``W[N,K] @ x[K,R]``                                             | the same                          |
-| int8           | int8 x int8 -> int32, x rounded per row; one row is padded to 2 | the same, unpadded                |
-|                | (jax < 0.10.2: codes converted inside the product, ``_one_row``)|                                   |
-| int8_weights   | the same with x as three int8 digits, side by side as 3R rows   | ``W`` converted inside the product|
-
-On XLA:CPU weights on the left are up to 4x faster than the other ways to write the product, one row of int8 never
-reaches the library kernels (two do), and a convert of W would be hoisted out of the decode loop as a float copy of the
-model. Integer products have no rounding, so the forms agree bit for bit at every number of rows. Three digits carry
-21 bits of the largest activation of a row, where a code of the weight carries 7.
+On XLA:CPU one row of int8 never reaches the library kernels (two do), and a convert of W would be hoisted out of the
+decode loop as a float copy of the model. Integer products have no rounding, so the forms agree bit for bit at every
+number of rows. Three digits carry 21 bits of the largest activation of a row, where a code of the weight carries 7.
 """
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxdecode import observed
-from jaxdecode.observed import Observed
 from jaxdecode.quant import QTensor
 
-__all__ = ["embed", "matmul"]
+__all__ = ["product"]
 
 _CONTRACT = (((1,), (0,)), ((), ()))
 
 
-def matmul(w: jax.Array | QTensor | Observed, x: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
-    """``W[N,K] @ x[K,R]`` -> [N,R], summed in float32 or wider, in ``out_dtype`` (default: that of x)."""
-    if isinstance(w, Observed):
-        return observed.product(functools.partial(matmul, out_dtype=out_dtype), w.weight, w.moment, x)
-    wide = np.promote_types(x.dtype, np.float32)
-    if isinstance(w, QTensor):
-        out = _rounded(w, x.astype(wide)) if w.scheme == "int8" else _digits(w, x.astype(wide))
-        out = out * w.scale.astype(wide)[:, None]
-    else:
-        out = lax.dot_general(w, x, _CONTRACT, preferred_element_type=wide)
-    return out.astype(out_dtype or x.dtype)
+def product(w: QTensor, x: jax.Array) -> jax.Array:
+    """``W[N,K] @ x[K,R]`` -> [N,R] in the dtype of x, float32 or wider."""
+    out = _rounded(w, x) if w.scheme == "int8" else _digits(w, x)
+    return out * w.scale.astype(x.dtype)[:, None]
 
 
 def _scale(x: jax.Array) -> jax.Array:
@@ -104,13 +88,3 @@ def _digits(w: QTensor, x: jax.Array) -> jax.Array:
         return lax.dot_general(codes.astype(x.dtype), x, _CONTRACT, preferred_element_type=x.dtype)
 
     return lax.platform_dependent(w.codes, x, cpu=cpu, default=default)
-
-
-def embed(table: jax.Array | QTensor | Observed, ids: jax.Array) -> jax.Array:
-    """Columns ``table[ids[R]]`` as feature-major activations [D,R]."""
-    if isinstance(table, Observed):
-        table = table.weight
-    if isinstance(table, QTensor):
-        rows = jnp.take(table.codes, ids, axis=0, mode="clip").astype(table.scale.dtype)
-        return (rows * jnp.take(table.scale, ids, mode="clip")[:, None]).T
-    return jnp.take(table, ids, axis=0, mode="clip").T

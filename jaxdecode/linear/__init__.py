@@ -1,0 +1,59 @@
+"""Products with weights: the only code that multiplies by a weight.
+
+Activations are feature-major, [features, rows]. A float weight is ``W[N,K] @ x[K,R]`` on every platform: on XLA:CPU
+weights on the left are up to 4x faster than the other ways to write the product. ``jaxdecode.linear.int8`` and
+``jaxdecode.linear.packed`` tell what the quantized types do.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdecode import observed
+from jaxdecode.linear import int8, packed
+from jaxdecode.observed import Observed
+from jaxdecode.quant import QRows, QTensor, dequantize
+
+__all__ = ["embed", "matmul"]
+
+_CONTRACT = (((1,), (0,)), ((), ()))
+
+
+def matmul(w: jax.Array | QTensor | QRows | Observed, x: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
+    """``W[N,K] @ x[K,R]`` -> [N,R], summed in float32 or wider, in ``out_dtype`` (default: that of x)."""
+    if isinstance(w, Observed):
+        return observed.product(functools.partial(matmul, out_dtype=out_dtype), w.weight, w.moment, x)
+    wide = np.promote_types(x.dtype, np.float32)
+    if isinstance(w, QRows):
+        return jnp.concatenate([matmul(part, x, out_dtype) for part in w.parts])
+    if isinstance(w, QTensor) and w.form is None:
+        out = int8.product(w, x.astype(wide))
+    elif isinstance(w, QTensor) or w.dtype != x.dtype:
+        out = packed.product(w, x.astype(wide))
+    else:
+        out = lax.dot_general(w, x, _CONTRACT, preferred_element_type=wide)
+    return out.astype(out_dtype or x.dtype)
+
+
+def embed(table: jax.Array | QTensor | QRows | Observed, ids: jax.Array) -> jax.Array:
+    """Columns ``table[ids[R]]`` as feature-major activations [D,R]."""
+    if isinstance(table, Observed):
+        table = table.weight
+    if isinstance(table, QRows):
+        return _embed_parts(table, ids)
+    rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode="clip"), table)
+    return dequantize(rows).T
+
+
+def _embed_parts(table: QRows, ids: jax.Array) -> jax.Array:
+    first, out = 0, None
+    for part in table.parts:
+        found = embed(part, ids - first).astype(table.dtype)
+        out = found if out is None else jnp.where(ids >= first, found, out)
+        first += part.shape[0]
+    return out
