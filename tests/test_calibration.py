@@ -1,4 +1,4 @@
-"""Calibrated rounding: never dearer than plain rounding, optimal where that can be known, resumable to the same bits."""
+"""Calibrated rounding: never dearer than plain rounding, optimal where that is known, resumable to the same bits."""
 
 from __future__ import annotations
 
