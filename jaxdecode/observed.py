@@ -4,6 +4,9 @@ A product with an `Observed` weight is the product with the weight. The cotangen
 plays no part, is the sum of x x^T over all columns x that the weight meets. So one gradient of any function of the
 params with respect to the moments gives the second moments of all inputs, also through jit, scan and repeated use; what
 a gradient would compute on the way hangs on nothing that is asked for, and XLA removes it.
+
+Of a moment [2,K,K] the columns are pairs: those of the first half are x, those of the second half y, and the cotangent
+is the sum of y y^T and of x y^T.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ __all__ = ["Observed", "product", "second_moments"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """A ``weight`` [N,K] and the ``moment`` [K,K] by which its inputs are seen."""
+    """A ``weight`` [N,K] and the ``moment`` [K,K] or [2,K,K] by which its inputs are seen."""
 
     weight: jax.Array
     moment: jax.Array
@@ -46,24 +49,33 @@ def product(multiply: Callable[..., jax.Array], weight: jax.Array, moment: jax.A
 
 
 def _forward(multiply: Callable[..., jax.Array], weight: jax.Array, moment: jax.Array, x: jax.Array) -> Any:
-    return multiply(weight, x), (weight, x)
+    return multiply(weight, x), (weight, moment, x)
 
 
 def _backward(multiply: Callable[..., jax.Array], kept: Any, cotangent: jax.Array) -> Any:
-    weight, x = kept
+    weight, moment, x = kept
     wide = x.astype(jnp.float32)
-    moment = lax.dot_general(wide, wide, (((1,), (1,)), ((), ())))
-    return jnp.zeros_like(weight), moment, jnp.zeros_like(x)
+    if moment.ndim == 2:
+        seen = _outer(wide, wide)
+    else:
+        first, second = jnp.split(wide, 2, axis=1)
+        seen = jnp.stack([_outer(second, second), _outer(first, second)])
+    return jnp.zeros_like(weight), seen, jnp.zeros_like(x)
+
+
+def _outer(x: jax.Array, y: jax.Array) -> jax.Array:
+    return lax.dot_general(x, y, (((1,), (1,)), ((), ())))
 
 
 product.defvjp(_forward, _backward)
 
 
-def second_moments(fn: Callable[..., Any], params: Any, *args: Any) -> tuple[Any, Any]:
+def second_moments(fn: Callable[..., Any], params: Any, *args: Any, pairs: bool = False) -> tuple[Any, Any]:
     """``fn(params, *args)``, and the sum of x x^T [K,K] over the inputs x of every matrix of ``params``, by its place.
 
-    ``fn`` returns float arrays that hang on every product that counts; a matrix that multiplies nothing has zeros.
-    Other leaves have None. Everything is traced: jit what calls this.
+    pairs: the inputs are pairs (x, y), all x first, and the sums are of y y^T and x y^T [2,K,K]. ``fn`` returns float
+    arrays that hang on every product that counts; a matrix that multiplies nothing has zeros. Other leaves have None.
+    Everything is traced: jit what calls this.
 
     >>> from jaxdecode import linear
     >>> w, x = jnp.ones((3, 2)), jnp.array([[1.0, 2.0], [0.0, 1.0]])
@@ -80,7 +92,7 @@ def second_moments(fn: Callable[..., Any], params: Any, *args: Any) -> tuple[Any
         return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(out)), out
 
     def blank(w: Any) -> jax.Array | None:
-        return jnp.zeros((w.shape[1],) * 2, jnp.float32) if seen(w) else None
+        return jnp.zeros(((2,) if pairs else ()) + (w.shape[1],) * 2, jnp.float32) if seen(w) else None
 
     moments, out = jax.grad(outputs, has_aux=True)(jax.tree.map(blank, params, is_leaf=is_quantized))
     return out, moments

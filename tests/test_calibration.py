@@ -182,6 +182,22 @@ def test_second_moments_in_a_scan_add_up() -> None:
     np.testing.assert_allclose(moment, np.einsum("tkr,tlr->kl", xs, xs), rtol=1e-5)
 
 
+def test_second_moments_of_pairs() -> None:
+    """And what to aim at: the weights that map y to where the model maps x, by least squares."""
+    rng = np.random.default_rng(6)
+    w, x = rng.normal(size=(4, 3)), rng.normal(size=(3, 50))
+    y = x + 0.1 * rng.normal(size=x.shape)
+    both, params = jnp.asarray(np.concatenate([x, y], axis=1), jnp.float32), {"w": jnp.asarray(w, jnp.float32)}
+    out, moments = second_moments(lambda p: linear.matmul(p["w"], both), params, pairs=True)
+    np.testing.assert_allclose(out, w @ np.concatenate([x, y], axis=1), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(moments["w"], [y @ y.T, x @ y.T], rtol=1e-4, atol=1e-4)
+    means = np.array([y @ y.T, x @ y.T]) / 50
+    found = rounding.aim(w, rounding.damped(y @ y.T, 50, 0.0), means)
+    expected = np.linalg.lstsq(y.T, (w @ x).T, rcond=None)[0].T
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(rounding.aim(w, rounding.damped(y @ y.T, 50), means, 0.0), w, rtol=1e-6)
+
+
 def test_layers_one_by_one_are_the_model() -> None:
     model, parts, rows = transformer(CONFIG), layerwise(CONFIG), TOKENS[:2, :24]
     x = parts.embed(PARAMS, rows)

@@ -7,6 +7,7 @@ what the rounded stages before it give. Finished stages are kept (``steps.py``).
 
 from __future__ import annotations
 
+import builtins
 import functools
 import hashlib
 import os
@@ -20,7 +21,7 @@ import numpy as np
 from jaxdecode import checks
 from jaxdecode.base import Model, Params
 from jaxdecode.caches import params_digest
-from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, damped, round_matrix
+from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, aim, damped, round_matrix
 from jaxdecode.calibration.stages import Stage, Stages, one_stage, transformer_stages
 from jaxdecode.calibration.steps import Steps
 from jaxdecode.models.transformer import TransformerConfig
@@ -32,6 +33,7 @@ __all__ = ["Calibrated", "MatrixCost", "Stage", "Stages", "calibrate", "one_stag
 
 OTHERS = "int8_zero_g32"  # scheme of matrices that no text can be seen to meet, such as an embedding
 TOGETHER = 2048  # tokens in a pass
+CORRECTION = 1.0
 
 Progress = Callable[[str, float], None]
 
@@ -73,6 +75,7 @@ def calibrate(
     others: Scheme = OTHERS,
     range: Range = "max",  # as in `quantize`
     rounds: int = ROUNDS,
+    correction: float = CORRECTION,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Calibrated:
@@ -102,36 +105,43 @@ def calibrate(
         checks.token_ids(tokens, model.vocab_size, "tokens")
     digest = hashlib.sha256(tokens.astype(np.int32).tobytes()).hexdigest()
     about = {"scheme": str(uniform), "range": uniform.range, "others": str(rest), "rounds": rounds, "tokens": digest}
-    about |= {"shape": list(tokens.shape), "damping": DAMPING}
+    about |= {"shape": list(tokens.shape), "damping": DAMPING, "correction": correction}
     if folder is not None:
         about["params"] = params_digest(params)
     steps = Steps(folder, about)
-    return _through(stages, params, tokens.astype(np.int32), (uniform, rest, rounds), steps, progress)
+    how = _How(uniform, rest, rounds, correction)
+    return _through(stages, params, tokens.astype(np.int32), how, steps, progress)
+
+
+class _How(NamedTuple):
+    uniform: Uniform
+    others: Any
+    rounds: int
+    correction: float
 
 
 def _through(
-    stages: Stages, params: Params, tokens: np.ndarray, how: Any, steps: Steps, progress: Progress | None
+    stages: Stages, params: Params, tokens: np.ndarray, how: _How, steps: Steps, progress: Progress | None
 ) -> Calibrated:
-    uniform, rest, _ = how
     staged = {id(leaf) for stage in stages.stages for leaf in jax.tree.leaves(stage.get(params))}
-    outside = jax.tree.map(lambda w: w if id(w) in staged else quantize(w, rest), params)
+    outside = jax.tree.map(lambda w: w if id(w) in staged else quantize(w, how.others), params)
     new, costs, count = outside, {}, len(stages.stages)
-    x: Any = None
+    pair: Any = None  # activations of the model, and of the rounded one
     for i, stage in enumerate(stages.stages):
         if progress is not None:
-            progress(f"calibrating {uniform}: stage {i + 1} of {count}", i / count)
+            progress(f"calibrating {how.uniform}: stage {i + 1} of {count}", i / count)
         part = stage.get(params)
         if (held := steps.read(i)) is None:
-            if x is None:
-                x = _over(_call, stages.start, dequantize(outside), tokens)
-            arrays = _solve(stage, part, x, tokens.shape[1], how)
-            quantized = _built(part, arrays, uniform, rest)
-            last = i + 1 == count
-            x = np.zeros(0) if last else _over(_call, stage.apply, dequantize(quantized), x)
-            steps.write(i, arrays, x)
+            if pair is None:
+                pair = [_over(_call, stages.start, p, tokens) for p in (params, dequantize(outside))]
+            arrays = _solve(stage, part, pair, tokens.shape[1], how)
+            quantized = _built(part, arrays, how)
+            if i + 1 < count:  # nothing reads what comes after the last
+                pair = [_over(_call, stage.apply, *x) for x in zip((part, dequantize(quantized)), pair, strict=True)]
+            steps.write(i, arrays, np.stack(pair))
         else:
-            arrays, x = held
-            quantized = _built(part, arrays, uniform, rest)
+            arrays, pair = held
+            quantized = _built(part, arrays, how)
         new = stage.put(new, quantized)
         prefix = "".join(f"{key}." for key in stage.path)
         for name in sorted({key.rpartition("/")[0] for key in arrays}):
@@ -145,13 +155,13 @@ def _call(fn: Callable[[Params, Any], Any], part: Params, x: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _see(fn: Callable[[Params, Any], Any], part: Params, x: Any) -> Any:
-    return second_moments(fn, part, x)[1]
+def _see(fn: Callable[[Params, Any], Any], part: Params, x: Any, y: Any) -> Any:
+    return second_moments(fn, part, jnp.concatenate([x, y]), pairs=True)[1]
 
 
 def _batches(x: np.ndarray, width: int) -> list[np.ndarray]:
     rows = max(1, TOGETHER // width)
-    return [x[i : i + rows] for i in range(0, len(x), rows)]
+    return [x[i : i + rows] for i in builtins.range(0, len(x), rows)]
 
 
 def _over(call: Any, fn: Any, part: Params, x: np.ndarray) -> np.ndarray:
@@ -163,22 +173,23 @@ def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
-def _solve(stage: Stage, part: Params, x: np.ndarray, width: int, how: Any) -> dict[str, np.ndarray]:
+def _solve(stage: Stage, part: Params, pair: Any, width: int, how: _How) -> dict[str, np.ndarray]:
     """Codes and grids of every matrix of a stage that meets something, by name."""
-    uniform, _, rounds = how
     total: dict[str, np.ndarray] = {}
-    for rows in _batches(x, width):
-        for path, moment in jax.tree_util.tree_leaves_with_path(_see(stage.apply, part, rows)):
+    for exact, own in zip(*(_batches(x, width) for x in pair), strict=True):
+        for path, moment in jax.tree_util.tree_leaves_with_path(_see(stage.apply, part, exact, own)):
             name = _name(path)
             total[name] = total.get(name, np.float64(0)) + np.asarray(moment, np.float64)
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(part):
-        if (moment := total.get(_name(path))) is None or not moment.any():
+        name = _name(path)
+        if (moments := total.get(name)) is None or not moments.any():
             continue
-        w, h = np.asarray(leaf, np.float32), damped(moment, x.shape[0] * width)
-        checks.require(bool(np.isfinite(h).all()), _name(path), "finite inputs", "NaN or inf")
-        found = round_matrix(w, h, uniform, rounds=rounds)
-        arrays |= {f"{_name(path)}/{kind}": value for kind, value in _described(found, w, h).items()}
+        checks.require(bool(np.isfinite(moments).all()), name, "finite inputs", "NaN or inf")
+        w, h = np.asarray(leaf, np.float32), damped(moments[0], len(pair[0]) * width)
+        wanted = aim(w, h, moments / (len(pair[0]) * width), how.correction)
+        found = round_matrix(w, h, how.uniform, aim=wanted, rounds=how.rounds)
+        arrays |= {f"{name}/{kind}": value for kind, value in _described(found, wanted, h).items()}
     return arrays
 
 
@@ -188,14 +199,14 @@ def _described(found: Rounded, w: np.ndarray, h: np.ndarray) -> dict[str, Any]:
     return {"codes": found.codes, "scale": found.scale, "offset": found.offset, **totals}
 
 
-def _built(part: Params, arrays: Mapping[str, np.ndarray], uniform: Uniform, rest: Any) -> Params:
+def _built(part: Params, arrays: Mapping[str, np.ndarray], how: _How) -> Params:
     """The part with the matrices that were calibrated as they were found, and plain rounding for any other."""
 
     def leaf(path: tuple[Any, ...], w: Any) -> Any:
         name = _name(path)
         if f"{name}/codes" not in arrays:
-            return quantize(w, rest) if not is_quantized(w) else w
+            return quantize(w, how.others) if not is_quantized(w) else w
         codes, scale, offset = (jnp.asarray(arrays[f"{name}/{kind}"]) for kind in ("codes", "scale", "offset"))
-        return pack(codes, scale, offset, uniform, w.dtype)
+        return pack(codes, scale, offset, how.uniform, w.dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, part, is_leaf=is_quantized)

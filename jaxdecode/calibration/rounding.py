@@ -20,7 +20,7 @@ import numpy as np
 from jaxdecode.calibration.grids import expand, group_size, refit, rounded, search
 from jaxdecode.quant import Uniform, value_of
 
-__all__ = ["Rounded", "cost", "damped", "descend", "feedback", "round_matrix"]
+__all__ = ["Rounded", "aim", "cost", "damped", "descend", "feedback", "round_matrix"]
 
 DAMPING = 0.01
 BLOCK = 64  # columns whose errors reach the others in one product
@@ -120,11 +120,27 @@ def descend(
     return now.T.astype(np.uint8)
 
 
-def round_matrix(w: np.ndarray, h: np.ndarray, uniform: Uniform, *, rounds: int = ROUNDS) -> Rounded:
-    """w[N,K] on grids of ``uniform`` under H [K,K] float64, as `damped` gives it."""
+def aim(w: np.ndarray, h: np.ndarray, moments: np.ndarray, correction: float = 1.0) -> np.ndarray:
+    """The real-valued weights that serve best where the inputs y differ from the x that the model would give.
+
+    moments: the means of y y^T and of x y^T; h: the first of them, damped. With A these weights, the mean square of
+    W x - Q y is e H e of e = A - Q and what no Q changes. correction: how far to go from W to A, 0 to 1.
+    """
+    moved = np.linalg.solve(h, (moments[1] - moments[0]).T).T  # W x = W y + W (x - y)
+    return (w + correction * (w.astype(np.float64) @ moved)).astype(np.float32)
+
+
+def round_matrix(
+    w: np.ndarray, h: np.ndarray, uniform: Uniform, *, aim: np.ndarray | None = None, rounds: int = ROUNDS
+) -> Rounded:
+    """w[N,K] on grids of ``uniform`` under H [K,K] float64, as `damped` gives it.
+
+    aim: what to come near to, if that is not w, whose plain rounding stays the measure.
+    """
     w = np.ascontiguousarray(w, np.float32)
     small = h.astype(np.float32)
     plain = rounded(w, uniform)
+    w = w if aim is None else np.ascontiguousarray(aim, np.float32)
     plain_cost = cost(w, small, *plain, uniform)
     scale, offset = search(w, np.diag(small), uniform)
     found = (feedback(w, h, scale, offset, uniform), scale, offset)
