@@ -2,7 +2,7 @@
 
 Each matrix is rounded so that its products with the inputs it meets on the text change least (``rounding.py``); the
 inputs are seen by a gradient of the model itself (``jaxdecode.observed``), stage by stage (``stages.py``), each on
-what the rounded stages before it give. Finished stages are kept (``steps.py``).
+what the rounded stages before it give, and aiming at what the model gives. Finished stages are kept (``steps.py``).
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def calibrate(
     model: a config, whose transformer is calibrated layer by layer, each on what the rounded layers before it give; or
     any model whose products are ``linear.matmul``'s, seen at once as it is. others: the scheme of matrices that are not
     calibrated: embedding and output head of a config, all that multiplies nothing of a model. range: of plain rounding,
-    which no row of a matrix may cost more than. folder: where finished stages are kept: the same call goes on there,
+    which no row of a matrix may cost more than. correction: how far each matrix makes good for what the rounded stages
+    before it have changed, 0 (keep what its own weights do) to 1. rounds: see ``rounding.py``. folder: where finished stages are kept: the same call goes on there,
     to the same bits. ValueError: a scheme that is no group-wise or channel-wise one, ids out of range, other work in
     the folder.
 
@@ -100,6 +101,8 @@ def calibrate(
         raise ValueError(f"scheme: expected a uniform scheme with a grid for each group or channel, got {scheme}")
     stages = transformer_stages(model) if isinstance(model, TransformerConfig) else one_stage(model)
     tokens = np.asarray(tokens)
+    ok = isinstance(correction, (int, float)) and 0 <= correction <= 1
+    checks.require(ok, "correction", "a number in [0, 1]", correction)
     checks.require(tokens.ndim == 2 and tokens.size > 0, "tokens", "an array [B,S]", f"shape {tokens.shape}")
     if isinstance(model, TransformerConfig):
         checks.token_ids(tokens, model.vocab_size, "tokens")
