@@ -21,8 +21,17 @@ MOST_MAPS = 20_000
 # Files whose tests ask what the library does, not what the compiler makes of its arithmetic: `scripts/test` compiles
 # their programs with few optimizations, in a third of the time, and those of all others as users do. (Not with files of
 # narrow floats, which such programs may not know, or of numbers below the normal range, which they treat otherwise.)
-LOGIC = ("beam", "bench", "caches", "checkpoint_gguf", "checkpoint_hf", "checkpoint_hostile", "checkpoint_load")
-LOGIC += ("checkpoint_safetensors", "cli", "composition", "constraint", "docs", "engine", "hub")
+LOGIC = (
+    "beam",
+    "bench",
+    "caches",
+    "calibration",
+    "checkpoint_gguf",
+    "checkpoint_hf",
+    "checkpoint_hostile",
+    "checkpoint_load",
+)
+LOGIC += ("checkpoint_safetensors", "cli", "composition", "constraint", "docs", "engine", "evaluation", "hub")
 LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "processing_bad_input", "ray", "scoring")
 LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of

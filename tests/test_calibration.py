@@ -295,7 +295,9 @@ def test_other_schemes_are_refused(bad: str) -> None:
         calibration.calibrate(CONFIG, PARAMS, TOKENS, bad)
 
 
-def test_bad_tokens_are_refused() -> None:
+def test_bad_tokens_and_params_are_refused() -> None:
+    with pytest.raises(ValueError, match="params: expected arrays"):
+        calibration.calibrate(CONFIG, jd.quantize(PARAMS, "int4"), TOKENS, "int4")
     for bad in (TOKENS[0], TOKENS + 61, TOKENS[:0], TOKENS * 1.0):
         with pytest.raises(ValueError, match="tokens"):
             calibration.calibrate(CONFIG, PARAMS, bad, "int4")

@@ -234,6 +234,7 @@ def test_quantize_by_rounding_then_eval_and_generate(text: str, tiny: str, tmp_p
     write = ("--max-new-tokens", "5", "--json", "--no-compile-cache", "the and")
     assert call("generate", "--model", str(folder), *write).code == 0
     assert_bad(quantized(tiny, folder, "--scheme", "int4"), "a new or empty folder")
+    assert_bad(quantized(str(folder), tmp_path / "twice", "--scheme", "int4"), "quantized ones")
 
 
 def test_quantize_on_a_text(text: str, tiny: str, tmp_path: Path) -> None:

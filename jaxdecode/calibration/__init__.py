@@ -24,6 +24,7 @@ from jaxdecode.caches import params_digest
 from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, aim, damped, round_matrix
 from jaxdecode.calibration.stages import Stage, Stages, one_stage, transformer_stages
 from jaxdecode.calibration.steps import Steps
+from jaxdecode.generation import vocab_size_of
 from jaxdecode.models.transformer import TransformerConfig
 from jaxdecode.observed import second_moments
 from jaxdecode.quant import Scheme, Uniform, dequantize, is_quantized, pack, parse_scheme, quantize
@@ -104,8 +105,10 @@ def calibrate(
     ok = isinstance(correction, (int, float)) and 0 <= correction <= 1
     checks.require(ok, "correction", "a number in [0, 1]", correction)
     checks.require(tokens.ndim == 2 and tokens.size > 0, "tokens", "an array [B,S]", f"shape {tokens.shape}")
-    if isinstance(model, TransformerConfig):
-        checks.token_ids(tokens, model.vocab_size, "tokens")
+    size = model.vocab_size if isinstance(model, TransformerConfig) else vocab_size_of(model, params)
+    checks.token_ids(tokens, size, "tokens")
+    codes = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
+    checks.require(not codes, "params", "arrays", "quantized ones")
     digest = hashlib.sha256(tokens.astype(np.int32).tobytes()).hexdigest()
     about = {"scheme": str(uniform), "range": uniform.range, "others": str(rest), "rounds": rounds, "tokens": digest}
     about |= {"shape": list(tokens.shape), "damping": DAMPING, "correction": correction}
@@ -126,6 +129,7 @@ class _How(NamedTuple):
 def _through(
     stages: Stages, params: Params, tokens: np.ndarray, how: _How, steps: Steps, progress: Progress | None
 ) -> Calibrated:
+    wide = jax.tree.map(_wide, params)
     staged = {id(leaf) for stage in stages.stages for leaf in jax.tree.leaves(stage.get(params))}
     outside = jax.tree.map(lambda w: w if id(w) in staged else quantize(w, how.others), params)
     new, costs, count = outside, {}, len(stages.stages)
@@ -136,11 +140,12 @@ def _through(
         part = stage.get(params)
         if (held := steps.read(i)) is None:
             if pair is None:
-                pair = [_over(_call, stages.start, p, tokens) for p in (params, dequantize(outside))]
-            arrays = _solve(stage, part, pair, tokens.shape[1], how)
+                pair = [_over(_call, stages.start, p, tokens) for p in (wide, _values(outside))]
+            exact = stage.get(wide)
+            arrays = _solve(stage, exact, pair, tokens.shape[1], how)
             quantized = _built(part, arrays, how)
             if i + 1 < count:  # nothing reads what comes after the last
-                pair = [_over(_call, stage.apply, *x) for x in zip((part, dequantize(quantized)), pair, strict=True)]
+                pair = [_over(_call, stage.apply, *x) for x in zip((exact, _values(quantized)), pair, strict=True)]
             steps.write(i, arrays, np.stack(pair))
         else:
             arrays, pair = held
@@ -150,6 +155,14 @@ def _through(
         for name in sorted({key.rpartition("/")[0] for key in arrays}):
             costs[prefix + name] = MatrixCost(*(float(arrays[f"{name}/{kind}"]) for kind in ("cost", "rounding_cost")))
     return Calibrated(new, costs)
+
+
+def _wide(w: jax.Array) -> jax.Array:
+    return w.astype(jnp.float32) if jnp.issubdtype(w.dtype, jnp.floating) else w
+
+
+def _values(params: Params) -> Params:
+    return jax.tree.map(_wide, dequantize(params))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -69,9 +69,12 @@ def run(asked: Asked) -> int:
 
 def _quantized(asked: Asked, folder: Path, work: Path, progress: Progress) -> dict[str, Any]:
     """The folder but for the report, which is returned."""
+    import jax
+
     import jaxdecode
     from jaxdecode.cli.record import versions
     from jaxdecode.models.transformer import TransformerConfig
+    from jaxdecode.quant import is_quantized
     from jaxdecode.quantization_report import described_matrices
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -79,6 +82,8 @@ def _quantized(asked: Asked, folder: Path, work: Path, progress: Progress) -> di
     loaded = jaxdecode.load(asked.model, dtype=asked.dtype, progress=progress)
     if not isinstance(loaded.config, TransformerConfig):
         raise ValueError(f"MODEL: expected a model with matrices, got {asked.model}")
+    if any(map(is_quantized, jax.tree.leaves(loaded.params, is_leaf=is_quantized))):
+        raise ValueError(f"MODEL: expected float weights, got quantized ones in {asked.model}")
     effect_ids = None if asked.eval is None else read_ids(asked.eval, loaded, asked.max_tokens)
     params, costs, notes = _rounded(asked, loaded) if asked.text is None else _calibrated(asked, loaded, work, progress)
     progress("measuring the errors")
