@@ -38,7 +38,11 @@ def draw(rng: np.random.Generator, rows: int, size: int) -> tuple[np.ndarray, np
 
 
 def _stored(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """What the cache keeps of ``x[..., h]``: with int8 the nearest of 255 levels, as far as the largest number."""
+    """What the cache keeps of ``x[..., h]``: the nearest of 255 levels, or of 16, as far as the largest number."""
+    if dtype == jnp.uint8:  # two numbers of 4 bits: odd multiples of a number of 8 bits, which is rounded up
+        mantissa, exponent = np.frexp(np.abs(x).max(-1, keepdims=True) * np.float32(1 / 15))
+        half = np.ldexp(np.ceil(mantissa * 256) / 256, exponent)
+        return (half * (2 * np.clip(np.round(x / half / 2 + 7.5), 0, 15) - 15)).astype(np.float32)
     if dtype != jnp.int8:
         return x
     step = np.abs(x).max(-1, keepdims=True).astype(np.float32) * np.float32(1 / 127)

@@ -24,6 +24,7 @@ PARAMS = init_params(CONFIG, jax.random.key(0))
 RING = transformer(BAND, window_slack=5)
 WIDE = transformer(BAND, window_slack=200)  # never a ring: attention with a band mask
 MODELS = {"plain": transformer(CONFIG), "ring": RING, "int8": transformer(CONFIG, cache_dtype="int8")}
+MODELS["int4"] = transformer(CONFIG, cache_dtype="int4")
 PROMPTS = [[5, 7, 11, 2, 3, 19, 4, 8, 22, 1, 0, 6, 13], [9, 14, 3]]
 OLD = [[*PROMPTS[0][:10], 9, 9], [9, 14, 3, 1, 2, 2, 2, 2]]
 
@@ -61,7 +62,7 @@ def test_every_strategy_goes_on_in_a_ring(strategy: str) -> None:
     np.testing.assert_allclose(ring.logprob, wide.logprob, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [RING, MODELS["int8"]], ids=["ring", "int8"])
+@pytest.mark.parametrize("model", [RING, MODELS["int4"]], ids=["ring", "int4"])
 def test_a_model_drafts_for_itself(model: jd.Model) -> None:
     """All that it drafts is right, with the draft's own cache cut back each time."""
     settings = jd.Settings(max_new_tokens=16, temperature=0, draft_length=3)
@@ -180,8 +181,10 @@ def test_load_cache_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_cache_dtype_is_checked() -> None:
-    with pytest.raises(ValueError, match="cache_dtype: expected one of float32, bfloat16, float16, int8, got int4"):
-        transformer(CONFIG, cache_dtype="int4")
+    with pytest.raises(
+        ValueError, match="cache_dtype: expected one of float32, bfloat16, float16, int8, int4, got int2"
+    ):
+        transformer(CONFIG, cache_dtype="int2")
     with pytest.raises(ValueError, match="window_slack: expected a whole number >= 0, got -1"):
         transformer(CONFIG, window_slack=-1)
     with pytest.raises(ValueError, match="sliding_window: expected a positive whole number, or one or None a layer"):

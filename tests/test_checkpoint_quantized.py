@@ -16,11 +16,14 @@ from cli_tools import assert_bad, call
 from tiny_gguf import KINDS, tiny, write
 
 import jaxdecode as jd
-from jaxdecode.checkpoint import converted, gguf_llama, safetensors_file
+from jaxdecode.checkpoint import converted, gguf_llama, hf_llama, safetensors_file
 from jaxdecode.models.counts import param_bytes
 
-SCHEMES: list[Any] = ["int8", "int8_weights"]
+SCHEMES: list[Any] = ["int8", "int8_weights", "int4", "int3_affine_g24", "int2_zero_channel", "int5_tensor"]
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "smollm2_135m.json").read_text())["greedy"]
+
+
+SETTINGS = jd.Settings(max_new_tokens=6, temperature=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
         return found, metadata
 
     monkeypatch.setattr(converted, "read_safetensors", spy)
+    monkeypatch.setattr(hf_llama, "read_safetensors", spy)
     return arrays
 
 
@@ -75,9 +79,18 @@ def test_it_is_quantize_of_what_load_gives(path: Path, scheme: Any, dtype: str, 
 
 
 def test_rows_are_quantized_a_few_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = jd.quantize(jd.load(path).params, "int8")
+    floats = jd.load(path).params
     monkeypatch.setattr(converted, "_PIECE", 70)
-    assert_same(jd.load(path, quantize="int8").params, expected)
+    for scheme in ("int8", "int4"):
+        assert_same(jd.load(path, quantize=scheme).params, jd.quantize(floats, scheme))
+
+
+def test_the_range_of_a_scheme_is_kept_apart(path: Path, cache: Path) -> None:
+    schemes = [jd.quant.Uniform(3, range=how) for how in ("max", "percentile", "search")]  # type: ignore[arg-type]
+    for scheme in schemes * 2:
+        loaded = jd.load(path, quantize=scheme)
+        assert loaded.params["embed"].scheme == scheme
+    assert len(list((cache / "checkpoints").iterdir())) == 3
 
 
 def test_a_second_load_reads_no_float(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +122,7 @@ def test_a_damaged_copy_is_made_again(path: Path, cache: Path, damage: str) -> N
         (folder / "model.safetensors").write_bytes(b"")
     else:
         text = (folder / "config.json").read_text()
-        other = text.replace('"int8"', '"int4"' if damage == "scheme" else "null")
+        other = text.replace('"int8"', '"int9"' if damage == "scheme" else "null")
         assert other != text
         (folder / "config.json").write_text(other)
     assert_same(jd.load(path, quantize="int8").params, expected)
@@ -134,15 +147,78 @@ def test_a_saved_directory_can_be_quantized(path: Path, tmp_path: Path, mapped: 
         assert_mapped(again.params, mapped)
 
 
-def test_saving_quantized_params_is_refused(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"save: params: expected arrays, as .* got quantized ones"):
-        jd.save(jd.load(path, quantize="int8"), tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_params_are_saved_and_loaded_bit_for_bit(
+    path: Path, tmp_path: Path, cache: Path, mapped: list[np.ndarray], scheme: Any
+) -> None:
+    loaded = jd.load(path, quantize=scheme)
+    limit = 20_000 if scheme == "int4" else None
+    folder = jd.save(loaded, tmp_path / "saved", max_shard_bytes=limit, notes={"method": "rounding"})
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (limit is not None)
+    again = jd.load(folder)
+    assert_same(again.params, loaded.params)
+    if limit is None:
+        assert_mapped(again.params, mapped)
+    assert len(list((cache / "checkpoints").iterdir())) == 1, "no copy of a copy"
+    assert_same(jd.load(folder, quantize="as_stored").params, loaded.params)
+    out = [jd.generate(m.model, m.params, [[5, 6, 7], [8]], settings=SETTINGS) for m in (loaded, again)]
+    np.testing.assert_array_equal(out[0].tokens, out[1].tokens)
+    np.testing.assert_array_equal(out[0].logprob, out[1].logprob)
+    about = json.loads((folder / "config.json").read_text())["quantization_config"]
+    full = str(jd.quant.parse_scheme("s", scheme))
+    assert (about["scheme"], about["notes"]) == (full, {"method": "rounding"})
+    told = json.loads(call("inspect", str(folder), "--json").out)
+    assert (told["quantize"], told["parameter_bytes"]) == (full, param_bytes(loaded.params))
+    with pytest.raises(ValueError, match=f"saved: quantize: expected None, or 'as_stored': .* by {full}, got"):
+        jd.load(folder, quantize="int4_g16")
+
+
+def test_a_saved_quantized_directory_in_another_dtype(path: Path, tmp_path: Path) -> None:
+    for scheme in ("int8", "int4"):
+        loaded = jd.load(path, quantize=scheme)
+        half = jd.load(jd.save(loaded, tmp_path / scheme), dtype="bfloat16").params
+        assert (half["embed"].dtype, half["norm"].dtype) == (jnp.bfloat16, jnp.bfloat16)
+        for a, b in zip(
+            jax.tree.leaves(half["embed"].codes), jax.tree.leaves(loaded.params["embed"].codes), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_notes_are_of_quantized_params(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save: notes: expected none for params that are not quantized"):
+        jd.save(jd.load(path), tmp_path / "saved", notes={})
+
+
+DAMAGES: list[Any] = [
+    lambda told: told.pop("tensors"),
+    lambda told: told.update(scheme=4),
+    lambda told: told["tensors"].pop("embed"),
+    lambda told: told["tensors"]["embed"].update(form=None),
+    lambda told: told["tensors"]["embed"].update(scheme="../int4"),
+    lambda told: told["tensors"]["embed"]["form"].update(bits=3),
+    lambda told: told["tensors"]["embed"]["form"].update(group=16),
+    lambda told: told["tensors"]["embed"]["form"].update(width=32),
+    lambda told: told["tensors"]["embed"]["form"].update(zero="7"),
+    lambda told: told["tensors"]["embed"]["form"].update(more=1),
+    lambda told: told["tensors"].update(norm={"scheme": "int8", "form": None}),
+    lambda told: told["tensors"].update(embed=["int4"]),
+]
+
+
+def test_damaged_descriptions_of_a_saved_directory_are_told(path: Path, tmp_path: Path) -> None:
+    folder = jd.save(jd.load(path, quantize="int4"), tmp_path / "saved")
+    sound = json.loads((folder / "config.json").read_text())
+    for damage in DAMAGES:
+        values = json.loads(json.dumps(sound))
+        damage(values["quantization_config"])
+        (folder / "config.json").write_text(json.dumps(values))
+        with pytest.raises(ValueError, match=r"saved.*expected"):
+            jd.load(folder)
 
 
 def test_schemes_that_are_not_there(path: Path) -> None:
-    for scheme in ("int4", "", 8):
-        with pytest.raises(ValueError, match="quantize: expected one of int8, int8_weights, got"):
+    for scheme in ("int9", "", 8):
+        with pytest.raises(ValueError, match="quantize: expected int8, int8_weights, or int"):
             jd.load(path, quantize=scheme)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="quantize: expected None for toy"):
         jd.load("toy", quantize="int8")
@@ -192,7 +268,7 @@ def test_bench_measures_both_schemes_and_gives_the_others_that_of_the_option(pat
 
 @pytest.mark.parametrize("command", [["generate", "--model"], ["inspect"], ["bench"]])
 def test_a_scheme_that_is_not_there_is_bad_input(path: Path, command: list[str]) -> None:
-    assert_bad(call(*command, str(path), "--quantize", "int4"), "--quantize")
+    assert_bad(call(*command, str(path), "--quantize", "int9"), "quantize: expected int8, int8_weights")
     if command != ["bench"]:
         assert_bad(call(*command, "toy", "--quantize", "int8", *(["a"] if len(command) > 1 else [])), "for toy")
 

@@ -65,7 +65,9 @@ def test_no_weight_is_read_and_nothing_kept(model: str, monkeypatch: pytest.Monk
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"cache_dtype": "int8"}, {"cache_dtype": "int4"}]
+)
 def test_S7_6_cache_bytes_are_those_of_a_cache(model: str, options: Any) -> None:
     loaded = jd.load(model, **options)
     cache = loaded.model.init_cache(loaded.params, 1, 128)

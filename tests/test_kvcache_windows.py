@@ -13,6 +13,7 @@ from kv_histories import HEAD, KV, LAYERS, draw, empty, feed
 
 from jaxdecode import base, kvcache
 from jaxdecode.kvcache import Window
+from jaxdecode.kvcache.int4 import int4_block, int4_values
 
 KINDS: dict[str, tuple[Any, ...]] = {
     "window": (jnp.float32, (Window(3, 2), None)),
@@ -20,6 +21,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "sinks": (jnp.float32, (Window(3, 2, 2), Window(5, 1, 1))),
     "int8": (jnp.int8,),
     "int8 window": (jnp.int8, (Window(3, 2, 1), None)),
+    "int4": (jnp.int4,),
+    "int4 window": (jnp.int4, (Window(3, 2, 1), None)),
 }
 CAPACITY = 24
 
@@ -29,7 +32,8 @@ def slack(cache: kvcache.KVCache) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "levels"), [("slack 0", 0), ("sinks", 0), ("window", 1), ("int8 window", 1), ("int8", 0)]
+    ("kind", "levels"),
+    [("slack 0", 0), ("sinks", 0), ("window", 1), ("int8 window", 1), ("int8", 0), ("int4 window", 0), ("int4", 1)],
 )
 def test_any_history_equals_full_attention_with_a_band_mask(kind: str, levels: int) -> None:
     """Two rows, random calls of 1, 3 and 7 tokens, cuts, forks and exchanges, far beyond the window."""
@@ -88,17 +92,38 @@ def test_int8_takes_about_a_quarter_of_the_memory() -> None:
 
     assert stored(jnp.int8) * 4 == stored(jnp.float32) * (64 + 4) / 64
     assert stored(jnp.int8) < 0.27 * stored(jnp.float32)
+    assert stored(jnp.int4) * 32 == stored(jnp.float32) * (16 + 2) / 4  # 32 features: 16 bytes and a scale
+
+
+def test_int4_has_16_levels_for_every_32_features() -> None:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(2, 3, 2, 64)).astype(np.float32)
+    x[0, 1, 1, 40] = 1e5  # an outlier spoils the 32 features beside it, and no others
+    x[1, 2] = 0
+    for dtype in (jnp.float32, jnp.bfloat16):
+        k, v = (np.asarray(y, np.float32) for y in int4_values(int4_block(*(jnp.asarray(x, dtype),) * 2), jnp.float32))
+        np.testing.assert_array_equal(v.transpose(0, 2, 1, 3), k.transpose(0, 3, 1, 2))
+        wide = np.asarray(jnp.asarray(x, dtype), np.float64).reshape(2, 3, 2, 2, 32)
+        step = np.abs(wide).max(-1, keepdims=True) * 2 / 15
+        got = v.transpose(0, 2, 1, 3).reshape(wide.shape)
+        assert (np.abs(got - wide) <= step * 0.505).all()
+        assert not got[1, 2].any()
 
 
 def test_int8_keys_of_a_token_hang_on_nothing_else() -> None:
     """Neither on later tokens nor on how they are chunked; zeros stay zeros, and padding is not stored."""
+    for dtype, kind in ((jnp.int8, kvcache.Int8Block), (jnp.int4, kvcache.Int4Block)):
+        keys_alone(dtype, kind)
+
+
+def keys_alone(dtype: Any, kind: type) -> None:
     rng = np.random.default_rng(1)
     _, k, v = draw(rng, 2, 5)
     k[:, 0, 3] *= 1e6
     v[:, 1, 2] = 0
     plans = []
     for chunks in ((5,), (1, 1, 1, 2)):
-        cache, _ = empty(2, 6, jnp.int8)
+        cache, _ = empty(2, 6, dtype)
         at = 0
         for n in chunks:
             plan = kvcache.plan(cache, n, jnp.array([n, n]))
@@ -112,7 +137,7 @@ def test_int8_keys_of_a_token_hang_on_nothing_else() -> None:
     for a, b in zip(*map(jax.tree.leaves, plans), strict=True):
         assert np.array_equal(a, b)
     block = plans[0].layers[0][0]
-    assert isinstance(block, kvcache.Int8Block)
+    assert isinstance(block, kind)
     assert not np.any(block.v_scale[1, :, 2])
     assert not np.any(block.k_scale[:, :, 5])
 

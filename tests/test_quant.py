@@ -101,9 +101,9 @@ def test_a_tensor_that_is_not_finite_is_named(bad: float) -> None:
         jd.quantize({"layers": ({"out": jnp.ones((2, 4))}, {"out": w})}, "int8")
 
 
-@pytest.mark.parametrize("scheme", ["int4", "", None, 8])
+@pytest.mark.parametrize("scheme", ["int9", "int4_g0", "int4_even_", "int0", "as_stored", "", None, 8])
 def test_unknown_schemes(scheme: Any) -> None:
-    with pytest.raises(ValueError, match="scheme: expected one of int8, int8_weights, got"):
+    with pytest.raises(ValueError, match=r"scheme: expected int8, int8_weights, or int\{1 to 8\} with .* got"):
         jd.quantize({"w": jnp.ones((2, 2))}, scheme)
 
 

@@ -79,7 +79,7 @@ def load(
 
     dtype: of all params: float32, bfloat16 or float16. quantize: a scheme: matrices are a ``QTensor``, as from
     ``jaxdecode.quantize(params, quantize)``; "as_stored": every weight of a GGUF file as the file has it. cache_dtype:
-    of keys and values in the cache: another float, or int8, a quarter of the memory (None: that of the params). The
+    of keys and values in the cache: another float, int8 or int4, a quarter or a seventh (None: that of the params). The
     first load of a file converts it into the user's cache (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``;
     later ones map that copy into memory. What ``save``
     wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
@@ -158,13 +158,9 @@ def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress:
     if (copy := converted.read_copy(folder)) is not None:
         return copy
     checkpoint = source.read(source.path)
+    converted.kept_scheme(checkpoint, scheme)
     if checkpoint.scheme is not None:
-        expected = f"None, or {AS_STORED!r}: its weights are quantized by {checkpoint.scheme}"
-        require(scheme in (None, AS_STORED), f"{source.path}: quantize", expected, scheme)
         return converted.stored_params(checkpoint, dtype)
-    if scheme == AS_STORED and not any(param.stored for param in checkpoint.params):
-        expected = "a .gguf file, or a folder of quantized weights that `save` wrote, to keep them as they are"
-        raise ValueError(f"{source.path}: quantize: expected {expected}, got {AS_STORED!r}")
     if scheme is None and (copy := converted.mapped(checkpoint, dtype)) is not None:
         return copy
     try:

@@ -28,8 +28,9 @@ from jaxdecode.base import Params
 from jaxdecode.checkpoint.quantized import described, entries_of, quantized_rows, rebuilt, spec_of
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, Entry, cast_blocks, read_safetensors, write_safetensors
 from jaxdecode.checkpoint.source import AS_STORED, Checkpoint, Param, Stored, named_shapes, params_from_names
+from jaxdecode.checks import require
 from jaxdecode.models.transformer import RopeScaling, TransformerConfig
-from jaxdecode.quant import Scheme, Uniform
+from jaxdecode.quant import Scheme, Uniform, parse_scheme
 from jaxdecode.text.backend import Vocabulary, open_tokenizer
 from jaxdecode.text.tokenizer import Tokenizer
 
@@ -39,6 +40,7 @@ __all__ = [
     "cache_folder",
     "copy_folder",
     "in_memory",
+    "kept_scheme",
     "mapped",
     "read_copy",
     "stored_leaf",
@@ -179,6 +181,21 @@ def _config(fields: dict[str, Any]) -> TransformerConfig:
         rope_scaling=None if scaling is None else RopeScaling(**scaling),
         sliding_window=tuple(window) if isinstance(window, list) else window,
     )
+
+
+def kept_scheme(checkpoint: Checkpoint, scheme: Scheme | None) -> Scheme | None:
+    """The scheme of what a load of ``checkpoint`` by ``scheme`` gives. ValueError: one that it cannot give."""
+    where = f"{checkpoint.where}: quantize"
+    if checkpoint.scheme is not None:
+        expected = f"None, or {AS_STORED!r}: its weights are quantized by {checkpoint.scheme}"
+        require(scheme in (None, AS_STORED), where, expected, scheme)
+        return AS_STORED
+    if scheme == AS_STORED:
+        stored = any(param.stored for param in checkpoint.params)
+        require(stored, where, "a scheme: only GGUF files, and quantized folders of `save`, are kept as stored", scheme)
+    elif scheme is not None:
+        parse_scheme("quantize", scheme)
+    return scheme
 
 
 def stored_leaf(param: Param, dtype: np.dtype[Any], scheme: Scheme | None, where: str) -> Stored:

@@ -44,7 +44,7 @@ Quantize = Annotated[
     str | None,
     typer.Option(metavar="SCHEME", help=f"Weights in few bits: {SCHEME_HELP}; as_stored: as a GGUF file has them."),
 ]
-CacheDtypeName = Literal["float32", "bfloat16", "float16", "int8"]
+CacheDtypeName = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 CacheDtype = Annotated[
     CacheDtypeName | None, typer.Option(help="Type of keys and values in the cache; as the weights if not given.")
 ]

@@ -54,26 +54,21 @@ def describe(
 
     from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
-    from jaxdecode.checkpoint.converted import stored_leaf
-    from jaxdecode.checkpoint.source import AS_STORED
-    from jaxdecode.quant import parse_scheme
+    from jaxdecode.checkpoint.converted import kept_scheme, stored_leaf
 
     if source == TOY:
         return _describe_toy(dtype, scheme)
     place = find(source, progress)
     checkpoint = place.read(place.path)
     config = checkpoint.config
-    if scheme not in (None, AS_STORED):
-        parse_scheme("quantize", scheme)
-    scheme = scheme or (AS_STORED if checkpoint.scheme else None)
-    kind = jnp.dtype(dtype)
-    params = [_param(p.name, stored_leaf(p, kind, scheme, checkpoint.where).spec) for p in checkpoint.params]
+    kept, kind = kept_scheme(checkpoint, scheme), jnp.dtype(dtype)
+    params = [_param(p.name, stored_leaf(p, kind, kept, checkpoint.where).spec) for p in checkpoint.params]
     files = [{"file": path.name, "bytes": path.stat().st_size} for path in place.files]
     return {
         "model": source,
         "files": files,
         "config": dataclasses.asdict(config),
-        **_totals(params, dtype, scheme),
+        **_totals(params, dtype, checkpoint.scheme or scheme),
         "cache_bytes_per_token": _cache_bytes(config, 1, cache_dtype),
         "multiplications_per_token": _multiplications(config),
         "memory": _memory(config, sum(p["bytes"] for p in params), cache_dtype),

@@ -16,6 +16,7 @@ token of a row's past, so that following another beam moves no key and no value.
 from __future__ import annotations
 
 from jaxdecode.kvcache.attention import extend
+from jaxdecode.kvcache.int4 import Int4Block
 from jaxdecode.kvcache.layout import (
     Block,
     Int8Block,
@@ -26,6 +27,7 @@ from jaxdecode.kvcache.layout import (
     Window,
     advance,
     create,
+    stored_as,
     one_layer,
     plan,
 )
@@ -45,6 +47,7 @@ from jaxdecode.kvcache.parts import (
 
 __all__ = [
     "Block",
+    "Int4Block",
     "Int8Block",
     "KVCache",
     "Layer",
@@ -54,6 +57,7 @@ __all__ = [
     "advance",
     "branch",
     "create",
+    "stored_as",
     "cuttable",
     "extend",
     "fork",

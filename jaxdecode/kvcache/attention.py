@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxdecode import base
+from jaxdecode.kvcache.int4 import Int4Block, int4_values
 from jaxdecode.kvcache.layout import (
     AnyBlock,
     Int8Block,
@@ -92,7 +93,10 @@ def _masks(sight: _Sight, layer: Layer, window: Window | None) -> Callable[[int,
 def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array) -> _Part:
     """q[B,K,M,h] over a block's slots; ``seen[B,M,T]``."""
     wide = np.promote_types(q.dtype, np.float32)
-    k, v = block.k.astype(q.dtype), block.v.astype(q.dtype)
+    if isinstance(block, Int4Block):
+        k, v = int4_values(block, q.dtype)
+    else:
+        k, v = block.k.astype(q.dtype), block.v.astype(q.dtype)
     scores = jnp.einsum("bkmh,bkht->bkmt", q, k, preferred_element_type=wide)
     if isinstance(block, Int8Block):
         scores = scores * block.k_scale[:, :, None].astype(wide)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdecode import base, checks
+from jaxdecode.kvcache.int4 import Int4Block, empty_int4, int4_block
 
 __all__ = [
     "Block",
@@ -31,6 +32,7 @@ __all__ = [
     "over_slots",
     "plan",
     "slots_of",
+    "stored_as",
 ]
 
 BLOCK = 128  # slots of the first block of a tail
@@ -52,7 +54,7 @@ class Int8Block(NamedTuple):
     v_scale: jax.Array
 
 
-AnyBlock = Block | Int8Block
+AnyBlock = Block | Int8Block | Int4Block
 Layer = tuple[AnyBlock, ...]  # one layer's slots
 _SLOT_AXES = (3, 2, 2, 2)  # where each field has its slots
 
@@ -189,14 +191,16 @@ def create(
 ) -> KVCache:
     """An empty cache for ``max_len`` tokens per row: 2 * n_layers * max_len * n_kv_heads * head_dim numbers a row.
 
-    dtype: of keys and values; int8 adds a scale per token and KV head. windows: one a layer; such a layer has no more
-    slots than its ring.
+    dtype: of keys and values; int8 adds a scale per token and KV head, int4 one for every 32 features of these.
+    windows: one a layer; such a layer has no more slots than its ring.
     """
     windows = tuple(windows)
     checks.require(len(windows) in (0, n_layers), "windows", f"one for each of {n_layers} layers", len(windows))
     rows = (batch_size, n_kv_heads)
 
     def block(size: int) -> AnyBlock:
+        if jnp.dtype(dtype) == jnp.int4:
+            return empty_int4(rows, head_dim, size)
         k, v = jnp.zeros((*rows, head_dim, size), dtype), jnp.zeros((*rows, size, head_dim), dtype)
         if jnp.dtype(dtype) != jnp.int8:
             return Block(k, v)
@@ -230,6 +234,12 @@ def offsets(layer: Layer) -> list[tuple[int, AnyBlock]]:
     """Every block with the number of its first slot."""
     starts = np.cumsum([0, *(block.v.shape[2] for block in layer)])
     return [(int(start), block) for start, block in zip(starts, layer, strict=False)]
+
+
+def stored_as(layer: Layer) -> tuple[int, Any]:
+    """Features of a head, and the dtype that `create` was given."""
+    block = layer[0]
+    return (2 * block.k.shape[2], jnp.int4) if isinstance(block, Int4Block) else (block.k.shape[2], block.k.dtype)
 
 
 def may_wrap(layer: Layer, window: Window | None, max_len: int) -> bool:
@@ -292,6 +302,8 @@ def plan(cache: KVCache, size: int, lengths: jax.Array | None = None) -> Plan:
 
 def encoded(k: jax.Array, v: jax.Array, like: AnyBlock) -> AnyBlock:
     """``k[B,S,K,h]`` and ``v[B,S,K,h]`` as a block of S slots of the kind of ``like``."""
+    if isinstance(like, Int4Block):
+        return int4_block(k, v)
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     if isinstance(like, Block):
         return Block(k.astype(like.k.dtype), v.astype(like.v.dtype))

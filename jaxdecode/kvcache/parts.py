@@ -25,6 +25,7 @@ from jaxdecode.kvcache.layout import (
     offsets,
     over_slots,
     slots_of,
+    stored_as,
 )
 
 __all__ = [
@@ -85,8 +86,8 @@ def _only_caches(cache: Any, what: str) -> None:
 
 def _empty_like(node: KVCache, rows: int, max_len: int) -> KVCache:
     """An empty cache of the kind of ``node``."""
-    k = node.layers[0][0].k
-    return create(len(node.layers), rows, k.shape[1], k.shape[2], max_len, k.dtype, node.windows)
+    head, dtype = stored_as(node.layers[0])
+    return create(len(node.layers), rows, node.layers[0][0].k.shape[1], head, max_len, dtype, node.windows)
 
 
 def share(cache: Any, max_len: int, size: int | None = None) -> Any:

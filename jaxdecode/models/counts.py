@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdecode.base import Params
+from jaxdecode.kvcache import create
 from jaxdecode.models.transformer import TransformerConfig
 from jaxdecode.quant import QTensor
 
@@ -19,11 +20,11 @@ def cache_bytes(config: TransformerConfig, tokens: int, dtype: DTypeLike, slack:
     """Bytes of one row's cache that attention reads for ``tokens`` tokens: 2 L n K h numbers (S7.6).
 
     A layer with a window reads that many and its sinks, and stores ``slack`` more; int8 has a float32 scale for every
-    key and value.
+    key and value, int4 a bfloat16 one for 32 features.
     """
     tokens_read = sum(tokens if window is None else min(tokens, sum(window)) for window in config.windows(slack))
-    kind = np.dtype(dtype)
-    head = config.head_dim * kind.itemsize + (4 if kind == np.int8 else 0)
+    block = jax.eval_shape(lambda: create(1, 1, 1, config.head_dim, 1, dtype)).layers[0][0]
+    head = sum(x.size * x.dtype.itemsize for x in block) // 2
     return 2 * tokens_read * config.n_kv_heads * head
 
 

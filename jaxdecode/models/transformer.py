@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8")
+CACHE_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 WINDOW_SLACK = 64
 
 
@@ -258,9 +258,9 @@ def transformer(
 ) -> Model:
     """The model of ``config``; equal arguments give the same object.
 
-    cache_dtype: of the KV cache: that of the params, or any float, or int8, with a scale for each token and KV head.
-    window_slack: most tokens that may be cut off a sliding window's end again, as speculation does: it costs as many
-    slots a layer. ValueError: another type.
+    cache_dtype: of the KV cache: that of the params, or any float, or int8, with a scale for each token and KV head, or
+    int4, with one for every 32 features of these. window_slack: most tokens that may be cut off a sliding window's end
+    again, as speculation does: it costs as many slots a layer. ValueError: another type.
     """
     kind = None if cache_dtype is None else checks.dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
     ok = isinstance(window_slack, int) and window_slack >= 0

@@ -67,8 +67,7 @@ def grid_of(w: Any, uniform: Uniform) -> tuple[Any, Any]:
         middle = xp.clip(w.mean(axis=-1, dtype=np.float32), low, high)
         for shrink_high in (True, False):
             find = _low_or_high(xp, grid, (low, middle, high), shrink_high, uniform)
-            best = _least_error(xp, w, find, uniform)
-            end = middle + ((high if shrink_high else low) - middle) * best
+            end = _nearer(xp, high if shrink_high else low, middle, _least_error(xp, w, find, uniform))
             low, high = (low, end) if shrink_high else (end, high)
     return grid(xp, low, high, uniform)
 
@@ -137,10 +136,14 @@ def _low_or_high(xp: Any, grid: Any, ends: tuple[Any, Any, Any], shrink_high: bo
 
     def find(shrink: Any) -> tuple[Any, Any]:
         if shrink_high:
-            return grid(xp, low, middle + (high - middle) * shrink, uniform)
-        return grid(xp, middle + (low - middle) * shrink, high, uniform)
+            return grid(xp, low, _nearer(xp, high, middle, shrink), uniform)
+        return grid(xp, _nearer(xp, low, middle, shrink), high, uniform)
 
     return find
+
+
+def _nearer(xp: Any, end: Any, middle: Any, shrink: Any) -> Any:
+    return xp.where(shrink == np.float32(1), end, middle + (end - middle) * shrink)
 
 
 def _least_error(xp: Any, w: Any, find: Any, uniform: Uniform) -> Any:
