@@ -86,9 +86,9 @@ def calibrate(
     any model whose products are ``linear.matmul``'s, seen at once as it is. others: the scheme of matrices that are not
     calibrated: embedding and output head of a config, all that multiplies nothing of a model. range: of plain rounding,
     which no row of a matrix may cost more than. correction: how far each matrix makes good for what the rounded stages
-    before it have changed, 0 (keep what its own weights do) to 1. rounds: see ``rounding.py``. folder: where finished stages are kept: the same call goes on there,
-    to the same bits. ValueError: a scheme that is no group-wise or channel-wise one, ids out of range, other work in
-    the folder.
+    before it have changed, 0 (keep what its own weights do) to 1. rounds: see ``rounding.py``. folder: where finished
+    stages are kept: the same call goes on there, to the same bits. ValueError: a scheme that is no group-wise or
+    channel-wise one, ids out of range, other work in the folder.
 
     >>> from jaxdecode.models.transformer import TransformerConfig, init_params
     >>> config = TransformerConfig(16, 8, 1, 2, 1, 4, 12, context_length=32)
