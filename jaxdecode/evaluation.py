@@ -45,7 +45,7 @@ class Evaluation(NamedTuple):
     model and q this one's. agreement: how often the two have the same most probable token.
     """
 
-    count: int
+    counted: int
     perplexity: float
     kl: float | None
     agreement: float | None
@@ -86,7 +86,7 @@ def evaluate(
     >>> from jaxdecode.testing import markov_model
     >>> sure = jnp.log(jnp.array([[0.5, 0.5], [0.25, 0.75]]))
     >>> fair, other = evaluate([(markov_model(), jnp.zeros((2, 2))), (markov_model(), sure)], [0, 1, 1, 0, 1], window=4)
-    >>> fair.count, fair.perplexity, other.agreement
+    >>> fair.counted, fair.perplexity, other.agreement
     (3, 2.0, 0.666...)
     """
     checks.require(len(models) > 0, "models", "at least one", "none")
@@ -121,12 +121,15 @@ def evaluate(
 
 def _batch(text: np.ndarray, windows: Windows, part: slice, rows: int, window: int) -> tuple[Text, np.ndarray]:
     """Windows as right-padded rows, and the places of their tokens; rows beyond the last one count nothing."""
+    first: Any
+    length: Any
+    start: Any
     first, length, start = (np.asarray(x[part], np.int32) for x in windows)
     missing = rows - len(first)
     first, start = np.pad(first, (0, missing)), np.pad(start, (0, missing), constant_values=1)
     length = np.pad(length, (0, missing), constant_values=1)
     place = first[:, None] + np.arange(window, dtype=np.int32)
-    tokens = text[np.minimum(place, len(text) - 1)]
+    tokens: Any = text[np.minimum(place, len(text) - 1)]
     return Text(tokens, length, start), place
 
 
@@ -172,8 +175,8 @@ def _summed(place: np.ndarray, parts: list[_Said]) -> Evaluation:
     if parts[0].kl is None:
         return alone
     kl, agrees = (np.concatenate([getattr(part, name) for part in parts]) for name in ("kl", "agrees"))
-    told = {"kl": float(kl.mean(dtype=np.float64)), "agreement": float(agrees.mean(dtype=np.float64))}
-    return alone._replace(**told, tokens=Tokens(place, logprob, kl, agrees))
+    mean_kl, agreement = float(kl.mean(dtype=np.float64)), float(agrees.mean(dtype=np.float64))
+    return alone._replace(kl=mean_kl, agreement=agreement, tokens=Tokens(place, logprob, kl, agrees))
 
 
 @functools.lru_cache(maxsize=64)

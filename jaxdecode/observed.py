@@ -89,7 +89,10 @@ def second_moments(fn: Callable[..., Any], params: Any, *args: Any, pairs: bool 
     def outputs(moments: Any) -> tuple[jax.Array, Any]:
         tagged = jax.tree.map(lambda w, m: w if m is None else Observed(w, m), params, moments, is_leaf=is_quantized)
         out = fn(tagged, *args)
-        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(out)), out
+        total = jnp.float32(0)
+        for x in jax.tree.leaves(out):
+            total = total + jnp.sum(x.astype(jnp.float32))
+        return total, out
 
     def blank(w: Any) -> jax.Array | None:
         return jnp.zeros(((2,) if pairs else ()) + (w.shape[1],) * 2, jnp.float32) if seen(w) else None

@@ -80,7 +80,7 @@ def runs_alone(entry: str) -> bool:
 
 
 def loss(found: Evaluation) -> float:
-    return float(np.log(found.perplexity)) * found.count
+    return float(np.log(found.perplexity)) * found.counted
 
 
 def read(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -106,10 +106,10 @@ def measure(group: list[str], params: list[Any], loaded: jd.Loaded, ids: list[in
             for entry, one, size in zip(group, found, sizes, strict=True):
                 assert one.kl is not None
                 assert one.agreement is not None
-                sums = {"count": one.count, "kl": one.kl * one.count, "agrees": round(one.agreement * one.count)}
+                sums = {"count": one.counted, "kl": one.kl * one.counted, "agrees": round(one.agreement * one.counted)}
                 losses = {
-                    "loss": np.log(one.perplexity) * one.count,
-                    "reference": np.log(reference.perplexity) * one.count,
+                    "loss": np.log(one.perplexity) * one.counted,
+                    "reference": np.log(reference.perplexity) * one.counted,
                 }
                 file.write(json.dumps({"entry": entry, "unit": unit, "bytes": size, **sums, **losses}) + "\n")
 

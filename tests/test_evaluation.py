@@ -57,7 +57,7 @@ def test_numbers_are_those_of_float64() -> None:
     model, (p, q) = markov_model(), (laws(table) for table in TABLES)
     last, now = np.array(IDS[:-1]), np.array(IDS[1:])
     first, other = evaluate([(model, TABLES[0]), (model, TABLES[1])], IDS, window=16, stride=5)
-    assert first.count == other.count == 100
+    assert first.counted == other.counted == 100
     assert first.kl is None
     for found, law in ((first, p), (other, q)):
         np.testing.assert_array_equal(found.tokens.place, np.arange(1, 101))
@@ -70,7 +70,7 @@ def test_numbers_are_those_of_float64() -> None:
     np.testing.assert_array_equal(other.tokens.agrees, agrees)
     assert other.agreement == agrees.mean()
     same = evaluate([(model, TABLES[0])] * 2, IDS, window=16)[1]
-    assert (same.kl, same.agreement, same.count) == (0, 1, 101 - math.ceil(101 / 16))
+    assert (same.kl, same.agreement, same.counted) == (0, 1, 101 - math.ceil(101 / 16))
 
 
 def test_laws_with_impossible_tokens() -> None:

@@ -130,7 +130,7 @@ def write_copy(
     made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
     try:
         entries = _entries(checkpoint, dtype, scheme)
-        write_safetensors(made / _WEIGHTS, entries, written=_reporter(entries, progress))
+        write_safetensors(made / _WEIGHTS, entries, written=_reporter(entries, str(scheme or dtype.name), progress))
         text = checkpoint.vocabulary._asdict()
         write_text(made / _TOKENIZER, text.pop("json"))
         config = dataclasses.asdict(checkpoint.config)
@@ -150,7 +150,7 @@ def write_copy(
 def in_memory(checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress) -> Copy:
     """The same without a folder: converted into the memory that jax then uses."""
     entries = _entries(checkpoint, dtype, scheme)
-    report = _reporter(entries, progress)
+    report = _reporter(entries, str(scheme or dtype.name), progress)
     arrays, done = {}, 0
     for entry in entries:
         room = np.empty(entry.nbytes + ALIGNMENT, np.uint8)
@@ -228,9 +228,9 @@ def _entries(checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | None
     return entries
 
 
-def _reporter(entries: list[Entry], progress: Progress) -> Callable[[int], None]:
+def _reporter(entries: list[Entry], kind: str, progress: Progress) -> Callable[[int], None]:
     total = sum(entry.nbytes for entry in entries)
-    text = f"converting the weights to {entries[0].dtype.name}"
+    text = f"converting the weights to {kind}"
     return lambda done: progress(text, min(1.0, done / total))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxdecode.checkpoint.gguf_blocks import BLOCK_TYPES, rearranged
 from jaxdecode.checkpoint.gguf_file import GgufFile, GgufTensor, raw_rows
 from jaxdecode.checkpoint.source import Stored
-from jaxdecode.quant import QRows
+from jaxdecode.quant import QRows, over_rows
 
 __all__ = ["stored_tensors"]
 
@@ -44,7 +44,13 @@ def _spec(run: Sequence[_Part], dtype: np.dtype[Any]) -> Any:
     rows, width = sum(part[1].shape[0] for part in run), tensor.shape[-1]
     raw = np.zeros((1, tensor.nbytes // math.prod(tensor.shape[:-1])), np.uint8)
     one = _converted(tensor.type.name, raw, width, dtype)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), one)
+
+    def many(axis: int, x: Any) -> Any:
+        shape = [*x.shape]
+        shape[axis] = rows
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    return over_rows(many, one)
 
 
 def _made(run: Sequence[_Part], dtype: np.dtype[Any]) -> Any:
@@ -53,7 +59,7 @@ def _made(run: Sequence[_Part], dtype: np.dtype[Any]) -> Any:
             for raw in raw_rows(file, tensor, order):
                 yield _converted(tensor.type.name, raw, tensor.shape[-1], dtype)
 
-    return jax.tree.map(lambda *rows: np.concatenate(rows), *pieces())
+    return over_rows(lambda axis, *rows: np.concatenate(rows, axis), *pieces())
 
 
 def _converted(kind: str, raw: np.ndarray, width: int, dtype: np.dtype[Any]) -> Any:

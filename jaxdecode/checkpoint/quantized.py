@@ -23,6 +23,7 @@ from jaxdecode.quant import (
     Uniform,
     codes_and_scale,
     dequantize,
+    over_rows,
     parse_scheme,
     quantize_matrix,
 )
@@ -98,14 +99,14 @@ def _tensor(name: str, about: Mapping[str, Any], arrays: dict[str, Any]) -> QTen
     require(good, name, "the form of a weight", form)
     planes = tuple(arrays.pop(f"{name}.codes{w}") for w in plane_widths(made.bits))
     grids = {key: arrays.pop(f"{name}.{key}", None) for key in _GRIDS}
-    rows = len(planes[0])
+    rows = planes[0].shape[-1]
     for width, plane in zip(plane_widths(made.bits), planes, strict=True):
-        expected = (rows, made.groups, made.padded * width // 8)
+        expected = (made.groups, made.padded * width // 8, rows)
         require(plane.shape == expected and plane.dtype == np.uint8, name, f"codes {expected}", plane.shape)
     for key, x in grids.items():
         if x is not None:
-            ok = x.ndim == 2 and len(x) == rows and 0 < x.shape[1] <= made.groups and made.groups % x.shape[1] == 0
-            require(ok and (key.endswith("unit") or x.shape[1] == made.groups), name, f"a {key} a group", x.shape)
+            ok = x.ndim == 2 and x.shape[1] == rows and 0 < len(x) <= made.groups and made.groups % len(x) == 0
+            require(ok and (key.endswith("unit") or len(x) == made.groups), name, f"a {key} a group", x.shape)
     known = made.zero is not None or made.nibbles or grids["zero"] is not None or grids["offset"] is not None
     require(grids["scale"] is not None and known, name, "scales and offsets", [*grids])
     return QTensor(planes, scheme=scheme, form=made, **grids)
@@ -176,7 +177,7 @@ def quantized_rows(blocks: Iterator[np.ndarray], scheme: Scheme, shape: tuple[in
     for block in blocks:
         matrix = block.reshape(-1, shape[1])
         pieces += [_one(matrix[first : first + rows], scheme, name) for first in range(0, len(matrix), rows)]
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)
+    return over_rows(lambda axis, *parts: np.concatenate(parts, axis), *pieces)
 
 
 def entries_of(name: str, spec: Any, make: Callable[[], Any], where: str) -> list[Entry]:

@@ -95,7 +95,7 @@ def read_ids(file: str, loaded: Loaded, most: int | None) -> tuple[list[int], st
 def described(found: list[Evaluation]) -> dict[str, Any]:
     """The last of one or two evaluations as JSON, the first being its reference."""
     last = found[-1]
-    told: dict[str, Any] = {"counted": last.count, "perplexity": last.perplexity}
+    told: dict[str, Any] = {"counted": last.counted, "perplexity": last.perplexity}
     if len(found) > 1:
         told |= {"reference_perplexity": found[0].perplexity, "kl": last.kl, "agreement": last.agreement}
     return told

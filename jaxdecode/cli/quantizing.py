@@ -118,8 +118,10 @@ def _calibrated(
     import jax
 
     from jaxdecode import calibration
+    from jaxdecode.models.transformer import TransformerConfig
 
     assert asked.text is not None
+    assert isinstance(loaded.config, TransformerConfig)
     ids, digest = read_ids(asked.text, loaded, None)
     tokens = calibration.windows_of(ids, asked.rows, asked.window, jax.random.key(asked.seed))
     how: Any = {"others": asked.others or calibration.OTHERS, "range": asked.range}

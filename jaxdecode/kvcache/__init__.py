@@ -27,9 +27,9 @@ from jaxdecode.kvcache.layout import (
     Window,
     advance,
     create,
-    stored_as,
     one_layer,
     plan,
+    stored_as,
 )
 from jaxdecode.kvcache.parts import (
     branch,

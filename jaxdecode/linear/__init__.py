@@ -17,7 +17,7 @@ from jax import lax
 from jaxdecode import observed
 from jaxdecode.linear import int8, packed
 from jaxdecode.observed import Observed
-from jaxdecode.quant import QRows, QTensor, dequantize
+from jaxdecode.quant import QRows, QTensor, dequantize, over_rows
 
 __all__ = ["embed", "matmul"]
 
@@ -46,7 +46,7 @@ def embed(table: jax.Array | QTensor | QRows | Observed, ids: jax.Array) -> jax.
         table = table.weight
     if isinstance(table, QRows):
         return _embed_parts(table, ids)
-    rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode="clip"), table)
+    rows = over_rows(lambda axis, x: jnp.take(x, ids, axis=axis, mode="clip"), table)
     return dequantize(rows).T
 
 

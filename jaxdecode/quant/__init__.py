@@ -5,9 +5,9 @@ from __future__ import annotations
 from jaxdecode.quant.bounds import Bounds, bounds
 from jaxdecode.quant.grids import grid_of, nearest_codes, value_of
 from jaxdecode.quant.int8 import codes_and_scale
-from jaxdecode.quant.packing import codes_of, grids_of, grouped, pack, plane_pieces, ungrouped, unpack
+from jaxdecode.quant.packing import codes_of, grids_of, grouped, grouped_codes, pack, plane_pieces, ungrouped, unpack
 from jaxdecode.quant.schemes import Scheme, Uniform, parse_scheme
-from jaxdecode.quant.tensor import Form, QRows, QTensor, is_quantized, plane_widths
+from jaxdecode.quant.tensor import Form, QRows, QTensor, is_quantized, over_rows, plane_widths
 from jaxdecode.quant.trees import dequantize, quantize, quantize_matrix
 
 __all__ = [
@@ -24,8 +24,10 @@ __all__ = [
     "grid_of",
     "grids_of",
     "grouped",
+    "grouped_codes",
     "is_quantized",
     "nearest_codes",
+    "over_rows",
     "pack",
     "parse_scheme",
     "plane_pieces",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdecode import checks
-from jaxdecode.quant.grids import TINY
+from jaxdecode.quant.grids import TINY, round_bits
 from jaxdecode.quant.packing import grids_of
 from jaxdecode.quant.tensor import QTensor
 
@@ -19,7 +19,7 @@ __all__ = ["Bounds", "bounds"]
 class Bounds(NamedTuple):
     """Of W - Q for a weight Q [N,K] whose grids cover W.
 
-    entry: the largest error of an entry in each group [N,G], D/2 and 2 ulp of the end of the grid. frobenius: the
+    entry: the largest error of an entry in each group [G,N], D/2 and 2 ulp of the end of the grid. frobenius: the
     largest ``||W - Q||_F``, and so the largest ``||(W - Q) x|| / ||x||``. model: ``||W - Q||_F`` if errors are uniform
     on a step, D^2 / 12 each.
     """
@@ -45,7 +45,7 @@ def bounds(q: QTensor) -> Bounds:
     scale, offset = grids_of(q)
     scale = abs(scale)
     end = jnp.maximum(abs(offset), abs(offset + scale * np.float32(2**q.form.bits - 1)))
-    ulp = jnp.where(end == 0, 0, jnp.exp2(jnp.floor(jnp.log2(jnp.where(end == 0, 1, end))) - 23))
+    ulp = round_bits(end, 1, "down") * np.float32(2.0**-23)  # of a single bit its power of 2 is left
     entry = jnp.maximum(scale / 2 + 2 * ulp, TINY)
     sizes = np.full(q.form.groups, q.form.group, np.float32)
     sizes[-1] = q.form.width - (q.form.groups - 1) * q.form.group
@@ -56,4 +56,4 @@ def _norm(error: Any, sizes: np.ndarray) -> jax.Array:
     """The Frobenius norm of a matrix with the same entry in all of a group."""
     largest = jnp.max(error)
     unit = jnp.where(largest == 0, 1, largest)
-    return unit * jnp.sqrt(jnp.sum(jnp.square(error / unit) @ sizes))
+    return unit * jnp.sqrt(jnp.sum(sizes @ jnp.square(error / unit)))

@@ -1,8 +1,8 @@
 """Codes of 1 to 8 bits as planes of 4, 2 and 1 bits, and the arrays that their grids are stored in.
 
-A plane of w bits holds 8/w codes in a byte: byte j of a group holds the codes j, j + m, j + 2m, ... of m = padded group
-* w / 8, the first in its lowest bits. So a shift and a mask give a run of codes that lie side by side, and 4-bit groups
-of 32 lie as in the files of llama.cpp.
+A plane of w bits holds 8/w codes in a byte: byte j of a group holds the codes j, j + m, j + 2m, ... where a group has m
+bytes, the first in its lowest bits, so that a shift and a mask give runs of codes. Bytes of different rows lie side by
+side: a product adds up many rows at once, each in the same order.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "form_of",
     "grids_of",
     "grouped",
+    "grouped_codes",
     "pack",
     "packed_planes",
     "plane_pieces",
@@ -57,7 +58,7 @@ def ungrouped(x: Any, form: Form) -> Any:
 
 
 def packed_planes(codes: Any, form: Form) -> tuple[Any, ...]:
-    """The planes [...,G,bytes] of codes [...,K], uint8."""
+    """The planes [...,G,bytes,N] of codes [...,N,K], uint8."""
     xp, x = namespace(codes), grouped(codes, form)
     planes, shift = [], 0
     for width in plane_widths(form.bits):
@@ -65,32 +66,51 @@ def packed_planes(codes: Any, form: Form) -> tuple[Any, ...]:
         pieces = pieces.reshape(*x.shape[:-1], 8 // width, form.padded * width // 8)
         shifts = (xp.arange(8 // width, dtype=np.uint8) * np.uint8(width))[:, None]
         shifts = xp.broadcast_to(shifts, pieces.shape)
-        planes.append(xp.sum(pieces << shifts, axis=-2, dtype=np.uint8))
+        planes.append(_rows_last(xp.sum(pieces << shifts, axis=-2, dtype=np.uint8)))
         shift += width
     return tuple(planes)
 
 
+def _rows_last(x: Any) -> Any:
+    """[...,N,G,m] -> [...,G,m,N], in memory too."""
+    turned = namespace(x).moveaxis(x, -3, -1)
+    return np.ascontiguousarray(turned) if isinstance(x, np.ndarray) else turned
+
+
+def _turned(x: Any) -> Any:
+    """[...,N,G] -> [...,G,N] and back."""
+    turned = namespace(x).swapaxes(x, -1, -2)
+    return np.ascontiguousarray(turned) if isinstance(x, np.ndarray) else turned
+
+
 def plane_pieces(plane: Any, width: int) -> list[Any]:
-    """The runs of codes [...,G,m] that a plane [...,G,m] of ``width`` bits holds, in order."""
+    """The runs of codes that a plane of ``width`` bits holds, in order, each of its shape."""
     mask = np.uint8(2**width - 1)
     shifted = [plane >> np.uint8(at) if at else plane for at in range(0, 8, width)]
     return [piece if at + width == 8 else piece & mask for at, piece in zip(range(0, 8, width), shifted, strict=True)]
 
 
-def codes_of(q: QTensor) -> Any:
-    """The codes [...,K], uint8."""
+def grouped_codes(q: QTensor) -> Any:
+    """The codes [...,G,padded group,N], uint8."""
     assert q.form is not None
     xp = namespace(q.codes[0])
     total, shift = None, 0
     for plane, width in zip(q.codes, plane_widths(q.form.bits), strict=True):
-        part = xp.concatenate(plane_pieces(plane, width), axis=-1) << np.uint8(shift)
+        part = xp.concatenate(plane_pieces(plane, width), axis=-2) << np.uint8(shift)
         total = part if total is None else total | part
         shift += width
-    return ungrouped(total, q.form)
+    return total
+
+
+def codes_of(q: QTensor) -> Any:
+    """The codes [...,N,K], uint8."""
+    assert q.form is not None
+    total = grouped_codes(q)
+    return ungrouped(namespace(total).moveaxis(total, -1, -3), q.form)
 
 
 def grids_of(q: QTensor) -> tuple[Any, Any]:
-    """``scale`` and ``offset`` [N,G] of every group, float32."""
+    """``scale`` and ``offset`` [G,N] of every group, float32."""
     assert q.form is not None
     if q.form.nibbles:
         scale = _times(q.scale & np.uint8(15), q.scale_unit)
@@ -105,7 +125,8 @@ def grids_of(q: QTensor) -> tuple[Any, Any]:
 
 def unpack(q: QTensor) -> tuple[Any, Any, Any]:
     """Codes uint8 [N,K], and scale and offset [N,G] in float32, of a weight of any scheme but int8 and int8_weights."""
-    return codes_of(q), *grids_of(q)
+    scale, offset = grids_of(q)
+    return codes_of(q), _turned(scale), _turned(offset)
 
 
 def pack(codes: Any, scale: Any, offset: Any, uniform: Uniform, dtype: Any = np.float32) -> QTensor:
@@ -127,8 +148,12 @@ def pack(codes: Any, scale: Any, offset: Any, uniform: Uniform, dtype: Any = np.
     planes = packed_planes(codes, form)
     kept = offset if uniform.grid == "affine" else None
     if not isinstance(uniform.group, int):
-        return QTensor(planes, scale, uniform, kept, zero, form=form)
-    (scale, unit), (kept, offset_unit) = _halves(scale, True), (None, None) if kept is None else _halves(kept, False)
+        arrays = (scale, kept, zero, None, None)
+    else:
+        offsets = (None, None) if kept is None else _halves(kept, False)
+        scale, unit = _halves(scale, True)
+        arrays = (scale, offsets[0], zero, unit, offsets[1])
+    scale, kept, zero, unit, offset_unit = (None if x is None else _turned(x) for x in arrays)
     return QTensor(planes, scale, uniform, kept, zero, unit, offset_unit, form)
 
 
@@ -137,22 +162,27 @@ def storable(scale: Any, offset: Any, uniform: Uniform) -> tuple[Any, Any]:
     if not isinstance(uniform.group, int):
         return scale, offset
     if uniform.grid != "affine":
-        kept = _times(*_halves(scale, True))
+        kept = _kept(scale, True)
         xp = namespace(scale)
         zero = offset / xp.where(scale == 0, np.float32(1), scale)
         return kept, (zero if uniform.grid == "even" else xp.round(zero)) * kept
-    kept, xp = _times(*_halves(offset, False)), namespace(scale)
+    kept, xp = _kept(offset, False), namespace(scale)
     room = (offset - kept) * np.float32(1 / uniform.last_code)
     wider = round_bits(scale + room, 11, "up")
-    return _times(*_halves(xp.where(kept == offset, scale, wider), True)), kept
+    return _kept(xp.where(kept == offset, scale, wider), True), kept
+
+
+def _kept(x: Any, is_scale: bool) -> Any:
+    half, unit = _halves(x, is_scale)
+    return half.astype(np.float32) * unit.astype(np.float32)
 
 
 def _times(x: Any, unit: Any) -> Any:
-    """x[...,G] times unit[...,S], one for G / S neighbours, in float32."""
+    """x[...,G,N] times unit[...,S,N], one for G / S neighbours, in float32."""
     wide = x.astype(np.float32)
     if unit is None:
         return wide
-    return wide * namespace(x).repeat(unit.astype(np.float32), x.shape[-1] // unit.shape[-1], axis=-1)
+    return wide * namespace(x).repeat(unit.astype(np.float32), x.shape[-2] // unit.shape[-2], axis=-2)
 
 
 def _halves(x: Any, is_scale: bool) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from jaxdecode.quant.schemes import Int8, Uniform
 
-__all__ = ["Form", "QRows", "QTensor", "is_quantized", "plane_widths"]
+__all__ = ["Form", "QRows", "QTensor", "is_quantized", "over_rows", "plane_widths"]
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:
@@ -50,10 +51,10 @@ class Form:
 class QTensor:
     """A weight [N,K] as codes and scales; ``scheme`` says what a product with it rounds.
 
-    Of "int8" and "int8_weights": ``codes`` int8 [N,K] times ``scale`` [N]. Of all others ``form`` is set, ``codes`` is
-    one uint8 array [N,G,bytes] per plane of bits, and code j of group g of row n stands for ``scale * j + offset`` with
-    scale = ``scale[n,g] * scale_unit[n,s]`` and offset = ``offset[n,g] * offset_unit[n,s]``, s = g * S // G; or
-    offset = -scale * ``zero[n,g]``, or -scale * ``form.zero``. A unit that is None is 1.
+    Of "int8" and "int8_weights": ``codes`` int8 [N,K] times ``scale`` [N]. Of all others ``form`` is set, rows come
+    last, ``codes`` is one uint8 array [G,bytes,N] per plane of bits, and code j of group g of row n stands for
+    ``scale * j + offset`` with scale = ``scale[g,n] * scale_unit[s,n]``, s = g * S // G, and offset = ``offset[g,n] *
+    offset_unit[s,n]``, or -scale * ``zero[g,n]``, or -scale * ``form.zero``. A unit that is None is 1.
     """
 
     codes: Any
@@ -67,7 +68,9 @@ class QTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.codes.shape if self.form is None else (*self.scale.shape[:-1], self.form.width)
+        return (
+            self.codes.shape if self.form is None else (*self.scale.shape[:-2], self.scale.shape[-1], self.form.width)
+        )
 
     @property
     def ndim(self) -> int:
@@ -108,6 +111,12 @@ class QRows:
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
         return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(self))
+
+
+def over_rows(fn: Callable[..., Any], *weights: Any) -> Any:
+    """``fn(axis of the rows, array of each weight)`` for all arrays of weights: arrays, or ``QTensor`` of one form."""
+    axis = -1 if isinstance(weights[0], QTensor) and weights[0].form is not None else 0
+    return jax.tree.map(lambda *arrays: fn(axis, *arrays), *weights)
 
 
 def is_quantized(leaf: Any) -> bool:

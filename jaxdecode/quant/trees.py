@@ -103,6 +103,14 @@ def dequantize(params: Params) -> Params:
     return jax.tree.map(_values, params, is_leaf=is_quantized)
 
 
+def values_of(w: QTensor) -> Any:
+    """What a packed weight stands for, [...,N,K] in float32."""
+    assert w.form is not None
+    codes, scale, offset = unpack(w)
+    values = value_of(grouped(codes, w.form), scale[..., None], offset[..., None])
+    return ungrouped(values, w.form)
+
+
 def _values(w: Any) -> Any:
     if isinstance(w, QRows):
         parts = [_values(part).astype(w.dtype) for part in w.parts]
@@ -111,6 +119,4 @@ def _values(w: Any) -> Any:
         return w
     if w.form is None:
         return w.codes.astype(w.scale.dtype) * w.scale[..., None]
-    codes, scale, offset = unpack(w)
-    values = value_of(grouped(codes, w.form), scale[..., None], offset[..., None])
-    return ungrouped(values, w.form).astype(w.dtype)
+    return values_of(w).astype(w.dtype)
