@@ -66,6 +66,7 @@ def quantized(entry: str, loaded: jd.Loaded, asked: Any, clock: Clock) -> Any:
         ids = loaded.tokenizer.encode(asked.calibration.read_text("utf-8"))
         tokens = calibration.windows_of(ids, asked.rows, asked.width, jax.random.key(0))
         how: Any = {"others": others, "range": span, "folder": asked.folder / entry.replace(":", "-")}
+        how["correction"] = asked.correction
         return calibration.calibrate(loaded.config, loaded.params, tokens, scheme, **how, progress=clock).params
     ends = ("embed", "head")
     return {
@@ -146,6 +147,7 @@ def main() -> int:
     options.add_argument("--unit", type=int, default=2048, help="tokens between two times that results are kept")
     options.add_argument("--rows", type=int, default=16, help="windows of the text to calibrate on")
     options.add_argument("--width", type=int, default=512, help="tokens of each")
+    options.add_argument("--correction", type=float, default=calibration.CORRECTION, help="see calibrate")
     options.add_argument("--folder", type=Path, default=Path(".compare_quantization"))
     options.add_argument("--seconds", type=float, default=1e9)
     asked = options.parse_args()

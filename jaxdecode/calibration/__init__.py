@@ -34,7 +34,7 @@ __all__ = ["Calibrated", "MatrixCost", "Stage", "Stages", "calibrate", "one_stag
 
 OTHERS = "int8_zero_g32"  # scheme of matrices that no text can be seen to meet, such as an embedding
 TOGETHER = 2048  # tokens in a pass
-CORRECTION = 1.0
+CORRECTION = 0.0
 
 Progress = Callable[[str, float], None]
 
@@ -133,22 +133,24 @@ def _through(
     staged = {id(leaf) for stage in stages.stages for leaf in jax.tree.leaves(stage.get(params))}
     outside = jax.tree.map(lambda w: w if id(w) in staged else quantize(w, how.others), params)
     new, costs, count = outside, {}, len(stages.stages)
-    pair: Any = None  # activations of the model, and of the rounded one
+    streams: Any = None  # activations of the model, if they are aimed at, and of the rounded one
     for i, stage in enumerate(stages.stages):
         if progress is not None:
             progress(f"calibrating {how.uniform}: stage {i + 1} of {count}", i / count)
         part = stage.get(params)
         if (held := steps.read(i)) is None:
-            if pair is None:
-                pair = [_over(_call, stages.start, p, tokens) for p in (wide, _values(outside))]
-            exact = stage.get(wide)
-            arrays = _solve(stage, exact, pair, tokens.shape[1], how)
+            if streams is None:
+                models = (wide, _values(outside)) if how.correction else (_values(outside),)
+                streams = [_over(_call, stages.start, p, tokens) for p in models]
+            exact, last = stage.get(wide), i + 1 == count
+            arrays, after = _solve(stage, exact, streams, tokens.shape[1], how, last)
             quantized = _built(part, arrays, how)
-            if i + 1 < count:  # nothing reads what comes after the last
-                pair = [_over(_call, stage.apply, *x) for x in zip((exact, _values(quantized)), pair, strict=True)]
-            steps.write(i, arrays, np.stack(pair))
+            if not last:
+                own = _over(_call, stage.apply, _values(quantized), streams[-1])
+                streams = [np.concatenate(after), own] if how.correction else [own]
+            steps.write(i, arrays, np.stack(streams))
         else:
-            arrays, pair = held
+            arrays, streams = held
             quantized = _built(part, arrays, how)
         new = stage.put(new, quantized)
         prefix = "".join(f"{key}." for key in stage.path)
@@ -171,8 +173,10 @@ def _call(fn: Callable[[Params, Any], Any], part: Params, x: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _see(fn: Callable[[Params, Any], Any], part: Params, x: Any, y: Any) -> Any:
-    return second_moments(fn, part, jnp.concatenate([x, y]), pairs=True)[1]
+def _see(fn: Callable[[Params, Any], Any], part: Params, streams: tuple[Any, ...]) -> Any:
+    """What the first of two streams becomes, and the moments: of pairs, if there are two."""
+    out, moments = second_moments(fn, part, jnp.concatenate(streams), pairs=len(streams) == 2)
+    return out[: len(streams[0])] if len(streams) == 2 else None, moments
 
 
 def _batches(x: np.ndarray, width: int) -> list[np.ndarray]:
@@ -189,11 +193,19 @@ def _name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
-def _solve(stage: Stage, part: Params, pair: Any, width: int, how: _How) -> dict[str, np.ndarray]:
-    """Codes and grids of every matrix of a stage that meets something, by name."""
+def _solve(
+    stage: Stage, part: Params, streams: Any, width: int, how: _How, last: bool
+) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    """Codes and grids of every matrix of a stage that meets something, by name; what the model's own stage gives.
+
+    That is read only of a pair of streams, and not after the ``last`` stage.
+    """
     total: dict[str, np.ndarray] = {}
-    for exact, own in zip(*(_batches(x, width) for x in pair), strict=True):
-        for path, moment in jax.tree_util.tree_leaves_with_path(_see(stage.apply, part, exact, own)):
+    after: list[np.ndarray] = []
+    for rows in zip(*(_batches(x, width) for x in streams), strict=True):
+        out, seen = _see(stage.apply, part, rows)
+        after += [] if last or len(rows) == 1 else [np.asarray(out)]
+        for path, moment in jax.tree_util.tree_leaves_with_path(seen):
             name = _name(path)
             total[name] = total.get(name, np.float64(0)) + np.asarray(moment, np.float64)
     arrays: dict[str, np.ndarray] = {}
@@ -202,11 +214,12 @@ def _solve(stage: Stage, part: Params, pair: Any, width: int, how: _How) -> dict
         if (moments := total.get(name)) is None or not moments.any():
             continue
         checks.require(bool(np.isfinite(moments).all()), name, "finite inputs", "NaN or inf")
-        w, h = np.asarray(leaf, np.float32), damped(moments[0], len(pair[0]) * width)
-        wanted = aim(w, h, moments / (len(pair[0]) * width), how.correction)
+        w, number = np.asarray(leaf, np.float32), len(streams[0]) * width
+        h = damped(moments[0] if how.correction else moments, number)
+        wanted = aim(w, h, moments / number, how.correction) if how.correction else w
         found = round_matrix(w, h, how.uniform, aim=wanted, rounds=how.rounds)
         arrays |= {f"{name}/{kind}": value for kind, value in _described(found, wanted, h).items()}
-    return arrays
+    return arrays, after
 
 
 def _described(found: Rounded, w: np.ndarray, h: np.ndarray) -> dict[str, Any]:
