@@ -30,7 +30,7 @@ from jaxdecode.evaluation import Evaluation, evaluate
 TEXTS = Path(__file__).parents[1] / "tests" / "texts"
 ENTRIES = ["int8", "int8_zero_g32", *(f"{s}:{m}" for s in ("int4", "int4_affine_g64", "int3_affine", "int2_affine")
                                       for m in ("rounding", "rounding:search", "gptq"))]  # fmt: skip
-TOGETHER = 3  # models beside the reference in one pass
+TOGETHER = 4  # models beside the reference in one pass
 RESULTS = "results.jsonl"
 
 
@@ -144,8 +144,8 @@ def main() -> int:
     options.add_argument("--text", type=Path, default=TEXTS / "sherlock_holmes.txt")
     options.add_argument("--tokens", type=int, default=20_480)
     options.add_argument("--window", type=int, default=1024)
-    options.add_argument("--unit", type=int, default=2048, help="tokens between two times that results are kept")
-    options.add_argument("--rows", type=int, default=16, help="windows of the text to calibrate on")
+    options.add_argument("--unit", type=int, default=1024, help="tokens between two times that results are kept")
+    options.add_argument("--rows", type=int, default=24, help="windows of the text to calibrate on")
     options.add_argument("--width", type=int, default=512, help="tokens of each")
     options.add_argument("--correction", type=float, default=calibration.CORRECTION, help="see calibrate")
     options.add_argument("--folder", type=Path, default=Path(".compare_quantization"))
