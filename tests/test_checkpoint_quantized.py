@@ -268,9 +268,10 @@ def test_bench_measures_both_schemes_and_gives_the_others_that_of_the_option(pat
 
 @pytest.mark.parametrize("command", [["generate", "--model"], ["inspect"], ["bench"]])
 def test_a_scheme_that_is_not_there_is_bad_input(path: Path, command: list[str]) -> None:
-    assert_bad(call(*command, str(path), "--quantize", "int9"), "quantize: expected int8, int8_weights")
+    prompt = ["a"] if len(command) > 1 else []
+    assert_bad(call(*command, str(path), "--quantize", "int9", *prompt), "quantize: expected int8, int8_weights")
     if command != ["bench"]:
-        assert_bad(call(*command, "toy", "--quantize", "int8", *(["a"] if len(command) > 1 else [])), "for toy")
+        assert_bad(call(*command, "toy", "--quantize", "int8", *prompt), "for toy")
 
 
 # SmolLM2

@@ -151,8 +151,8 @@ def test_codes_are_the_nearest_and_affine_grids_hold_both_ends() -> None:
 def test_an_affine_grid_of_halves_is_found_again_to_the_last_bit(bits: int, seed: int) -> None:
     """As the blocks of a Q4_1 file: float16 scale and least value, of any size beside each other."""
     rng = np.random.default_rng(seed)
-    scale = np.float16(rng.uniform(0.5, 1, (40, 3)) * 2.0 ** rng.integers(-12, 2, (40, 3)))
-    offset = np.float16(rng.normal(size=(40, 3)) * 2.0 ** rng.integers(-8, 4, (40, 3)))
+    scale = np.float16(rng.uniform(0.5, 1, (40, 3)) * 2.0 ** rng.integers(-6, 2, (40, 3)))
+    offset = np.float16(rng.uniform(-1, 1, (40, 3)) * 2.0 ** rng.integers(-8, 4, (40, 3)))
     codes = rng.integers(0, 2**bits, (40, 3, 32)).astype(np.uint8)
     codes[..., 4], codes[..., 7] = 0, 2**bits - 1
     w = codes * scale.astype(np.float32)[..., None] + offset.astype(np.float32)[..., None]
@@ -187,7 +187,7 @@ def test_S8_6_an_outlier_makes_the_range_a_choice() -> None:
     assert np.linalg.norm(w - wide(whole)) == pytest.approx(2.215, abs=2e-3)
     assert len(np.unique(unpack(whole)[0])) == 5
     scale = np.full((1, 1), 2 * 0.1753 / 15, np.float32)
-    codes = nearest_codes(w.astype(np.float32), scale, -7.5 * scale, 4)
+    codes = nearest_codes(w.astype(np.float32).reshape(1, 1, -1), scale, -7.5 * scale, 4).reshape(w.shape)
     clipped = pack(codes, scale, -7.5 * scale, Uniform(4, "even", "tensor"))
     assert np.linalg.norm(w - wide(clipped)) == pytest.approx(0.906, abs=2e-3)
     assert len(np.unique(codes)) == 16
@@ -232,10 +232,13 @@ def test_any_codes_and_grids_come_back_out_of_the_planes(uniform: Uniform, width
     scale = np.float16(rng.uniform(1, 2, (3, groups)) * 2.0 ** rng.integers(-9, 9, (3, groups))).astype(np.float32)
     offset = {"even": -scale * (2**uniform.bits - 1) / 2, "zero": -scale * rng.integers(0, 2**uniform.bits)}
     offset = np.asarray(offset.get(uniform.grid, np.float16(rng.normal(size=(3, groups)))), np.float32)
-    for array in (np.asarray, jnp.asarray):
-        q = pack(*(array(x) for x in (codes, scale, offset)), uniform)
-        assert q.shape == (3, width)
-        for got, expected in zip(unpack(q), (codes, scale, offset), strict=True):
+    q = pack(codes, scale, offset, uniform)
+    assert q.shape == (3, width)
+    for got, expected in zip(unpack(q), (codes, scale, offset), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    if seed % 16 == 0:  # the same by jax, which compiles for every width
+        again = jax.jit(pack, static_argnums=3)(codes, scale, offset, uniform)
+        for got, expected in zip(jax.tree.leaves(again), jax.tree.leaves(q), strict=True):
             np.testing.assert_array_equal(got, expected)
 
 
@@ -256,7 +259,7 @@ def test_scales_that_are_nothing_beside_others_of_their_row_are_widened() -> Non
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3.4e38])
 def test_a_tensor_that_has_no_grid_is_named(bad: float) -> None:
     w = np.ones((2, 40), np.float32)
-    w[0, 3], w[1, 35] = -3.4e38, bad
+    w[1, 3], w[1, 35] = -3.4e38, bad
     for matrix in (w, jnp.asarray(w)):
         with pytest.raises(
             ValueError, match=r"params\['layers'\]\[1\]\['out'\]: expected finite numbers, not too large"

@@ -204,8 +204,8 @@ def stored_leaf(param: Param, dtype: np.dtype[Any], scheme: Scheme | None, where
     if scheme == AS_STORED and param.stored is not None:
         return param.stored(dtype)
     if scheme is None or scheme == AS_STORED or len(param.shape) != 2:
-        spec = jax.ShapeDtypeStruct(param.shape, dtype)
-        return Stored(spec, lambda: np.concatenate([x.reshape(-1) for x in cast_blocks(entry)]).reshape(param.shape))
+        plain = jax.ShapeDtypeStruct(param.shape, dtype)
+        return Stored(plain, lambda: np.concatenate([x.reshape(-1) for x in cast_blocks(entry)]).reshape(param.shape))
     rows = max(1, _PIECE // param.shape[1])
     name = f"{where}: {param.name}"
     spec = spec_of(param.shape, dtype, scheme)

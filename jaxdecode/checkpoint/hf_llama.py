@@ -68,7 +68,7 @@ def read_llama_directory(folder: Path) -> Checkpoint:
     tensor, a feature that the model does not have. FileNotFoundError: a file that must be there.
     """
     values = read_json(folder / CONFIG)
-    quantized = values.get("quantization_config")
+    quantized: Any = values.get("quantization_config")
     ours = isinstance(quantized, dict) and quantized.get("quant_method") == OURS
     config = config_from_json(values | ({"quantization_config": None} if ours else {}), str(folder / CONFIG))
     path = folder / GENERATION

@@ -149,9 +149,9 @@ def _with_dtype(leaf: Any, dtype: np.dtype[Any]) -> Any:
     if isinstance(leaf, QRows):
         return QRows(tuple(_with_dtype(p, dtype) if isinstance(p, QTensor) else p for p in leaf.parts), dtype)
     if not isinstance(leaf, QTensor):
-        return leaf.astype(dtype)
+        return leaf.astype(dtype, copy=False)
     if leaf.form is None:
-        return dataclasses.replace(leaf, scale=leaf.scale.astype(dtype))
+        return dataclasses.replace(leaf, scale=leaf.scale.astype(dtype, copy=False))
     return dataclasses.replace(leaf, form=dataclasses.replace(leaf.form, dtype=dtype.name))
 
 

@@ -51,9 +51,9 @@ def embed(table: jax.Array | QTensor | QRows | Observed, ids: jax.Array) -> jax.
 
 
 def _embed_parts(table: QRows, ids: jax.Array) -> jax.Array:
-    first, out = 0, None
-    for part in table.parts:
-        found = embed(part, ids - first).astype(table.dtype)
-        out = found if out is None else jnp.where(ids >= first, found, out)
+    first = table.parts[0].shape[0]
+    out = embed(table.parts[0], ids).astype(table.dtype)
+    for part in table.parts[1:]:
+        out = jnp.where(ids >= first, embed(part, ids - first).astype(table.dtype), out)
         first += part.shape[0]
     return out

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdecode.quant import QTensor, dequantize, grids_of, grouped, grouped_codes, over_rows, plane_pieces, plane_widths
+from jaxdecode.quant import QTensor, dequantize, grids_of, grouped, over_rows, plane_pieces, plane_widths
 
 __all__ = ["product"]
 
 _CONTRACT = (((1,), (0,)), ((), ()))
 _COLUMNS = (((0,), (0,)), ((), ()))
-_BLOCK = 1 << 17  # weights that are floats at a time: 512 KiB
-_TERMS = 16  # bytes of a row that are added up in one expression
+_ROWS = (((0,), (1,)), ((), ()))
+_BLOCK = 128  # rows of a weight that are floats at a time
+# Bytes of a row that are added up in one expression; a loop runs over the others of a group.
+_TERMS = 4 if jax.__version_info__ < (0, 10, 2) else 32
 
 
 def product(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
@@ -28,7 +33,7 @@ def _whole(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
 
 def _on_cpu(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
     w, x = lax.optimization_barrier((w, x))  # what is made of w stays in the loop, with x
-    if isinstance(w, QTensor) and x.shape[1] == 1 and all(_run(plane.shape[1]) >= 4 for plane in w.codes):
+    if isinstance(w, QTensor) and x.shape[1] == 1 and all(_run(n) >= min(4, n) for n in (p.shape[1] for p in w.codes)):
         return _one_row(w, x)
     return _blocks(w, x)
 
@@ -45,50 +50,68 @@ def _one_row(w: QTensor, x: jax.Array) -> jax.Array:
     its sum.
     """
     assert w.form is not None
-    form, grown, total, shift = w.form, grouped(x.T, w.form)[0], None, 0  # [G,padded group]
-    for plane, width in zip(w.codes, plane_widths(form.bits), strict=True):
-        size = plane.shape[1]
-        run = _run(size)
-        bytes_ = plane.reshape(-1, run, plane.shape[-1])
-        parts = grown.reshape(form.groups, 8 // width, size // run, run).swapaxes(1, 2)
-        parts = parts.reshape(-1, 8 // width, run) * np.float32(2**shift)
-        found = None
-        for j in range(run):
-            for i, piece in enumerate(plane_pieces(bytes_[:, j], width)):
-                term = piece.astype(x.dtype) * parts[:, i, j, None]
-                found = term if found is None else found + term
-        found = found.reshape(form.groups, -1, found.shape[-1])
-        found = found[:, 0] if size == run else found.sum(1)
-        total = found if total is None else total + found
+    grown, shift = grouped(x.T, w.form)[0], 0  # [G,padded group]
+    sums = []
+    for plane, width in zip(w.codes, plane_widths(w.form.bits), strict=True):
+        sums.append(_sums(plane, width, grown * np.float32(2**shift)))
         shift += width
-    scale, offset = grids_of(w)
-    out = total * scale.astype(x.dtype) + offset.astype(x.dtype) * grown.sum(1, keepdims=True)
-    return out.sum(0)[:, None]
+    scale, offset = (x.astype(grown.dtype) for x in grids_of(w))
+    groups = scale * functools.reduce(operator.add, sums) + offset * grown.sum(1, keepdims=True)
+    return lax.optimization_barrier(groups).sum(0)[:, None]
+
+
+def _sums(plane: jax.Array, width: int, x: jax.Array) -> jax.Array:
+    """The codes of a plane [G,m,N] times x[G,padded group], summed in every group: [G,N]."""
+    groups, size, rows = plane.shape
+    run = _run(size)
+    plane = plane.reshape(-1, run, rows)
+    parts = x.reshape(groups, 8 // width, size // run, run).swapaxes(1, 2).reshape(-1, 8 // width, run)
+    terms = (
+        piece.astype(x.dtype) * parts[:, i, j, None]
+        for j in range(run)
+        for i, piece in enumerate(plane_pieces(plane[:, j], width))
+    )
+    found = functools.reduce(operator.add, terms).reshape(groups, -1, rows)
+    return found[:, 0] if size == run else lax.optimization_barrier(found.sum(1))
 
 
 def _blocks(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
     """A few rows of W at a time, at most half of them; the last block reaches back where they do not come out even."""
-    n, k = w.shape
-    size = min(n, max(8, min(-(-n // 2), _BLOCK // k)))
-    if isinstance(w, QTensor):
-        x = jnp.moveaxis(grouped(x.T, w.form), 0, -1)
-        x = x.reshape(-1, x.shape[-1])
+    n = w.shape[0]
+    if 0 in x.shape:
+        return jnp.zeros((n, x.shape[1]), x.dtype)
+    size = min(n, max(8, min(-(-n // 2), _BLOCK)))
+    parts = [x] if not isinstance(w, QTensor) else _pieces_of(w, x)
     if size == n:
-        return _block(w, x)
+        return _block(w, parts).T
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         at = jnp.minimum(i * size, n - size)
         rows = over_rows(lambda axis, part: lax.dynamic_slice_in_dim(part, at, size, axis), w)
-        return lax.dynamic_update_slice_in_dim(out, _block(rows, x), at, 0)
+        return lax.dynamic_update_slice_in_dim(out, _block(rows, parts), at, 1)
 
-    return lax.fori_loop(0, -(-n // size), block, jnp.zeros((n, x.shape[1]), x.dtype))
+    return lax.fori_loop(0, -(-n // size), block, jnp.zeros((x.shape[1], n), x.dtype)).T
 
 
-def _block(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
+def _pieces_of(w: QTensor, x: jax.Array) -> list[jax.Array]:
+    """What of x[K,R] meets the runs of codes that `_runs` gives, [G*m,R] each, and at last the sums of groups [G,R]."""
+    assert w.form is not None
+    grown, found = jnp.moveaxis(grouped(x.T, w.form), 0, -1), []  # [G,padded group,R]
+    for width in plane_widths(w.form.bits):
+        found += [part.reshape(-1, x.shape[1]) for part in jnp.split(grown, 8 // width, axis=1)]
+    return [*found, grown.sum(1)]
+
+
+def _block(w: QTensor | jax.Array, parts: list[jax.Array]) -> jax.Array:
+    """``(W @ x).T`` [R,N]: this way round XLA:CPU calls its library for any number of rows."""
     if not isinstance(w, QTensor):
-        return lax.dot_general(w.astype(x.dtype), x, _CONTRACT, preferred_element_type=x.dtype)
-    codes = grouped_codes(w).astype(np.float32)
-    scale, offset = grids_of(w)
-    values = codes * scale[:, None] + offset[:, None]
-    values = values.reshape(-1, values.shape[-1]).astype(x.dtype)
-    return lax.dot_general(values, x, _COLUMNS, preferred_element_type=x.dtype)
+        return lax.dot_general(parts[0], w.astype(parts[0].dtype), _ROWS)
+    assert w.form is not None
+    dtype, runs, shift = parts[-1].dtype, [], 0
+    scale, offset = (x.astype(dtype) for x in grids_of(w))
+    for plane, width in zip(w.codes, plane_widths(w.form.bits), strict=True):
+        step = (scale * np.float32(2**shift))[:, None]
+        runs += [(piece.astype(dtype) * step).reshape(-1, plane.shape[-1]) for piece in plane_pieces(plane, width)]
+        shift += width
+    products = (lax.dot_general(x, run, _COLUMNS) for x, run in zip(parts, [*runs, offset], strict=True))
+    return functools.reduce(operator.add, products)

@@ -115,8 +115,7 @@ def _affine(xp: Any, low: Any, high: Any, uniform: Uniform) -> tuple[Any, Any]:
     bits, inverse = bits_of(uniform), np.float32(1 / uniform.last_code)
     offset = round_bits(low, bits, "down")
     offset = xp.where(abs(offset) < TINY, np.float32(0), offset)
-    exact = high * inverse - offset * inverse
-    scale = round_bits(exact, bits, "nearest")
+    scale = round_bits((high - offset) * inverse, bits, "nearest")
     short = value_of(xp.full_like(scale, uniform.last_code), scale, offset) < high
     scale = xp.where(short, round_bits(scale * np.float32(1 + 2.0**-bits), bits, "up"), scale)
     return xp.where(high > offset, xp.maximum(scale, TINY), np.float32(0)), offset
@@ -125,7 +124,7 @@ def _affine(xp: Any, low: Any, high: Any, uniform: Uniform) -> tuple[Any, Any]:
 def _zero(xp: Any, low: Any, high: Any, uniform: Uniform) -> tuple[Any, Any]:
     low, high = xp.minimum(low, np.float32(0)), xp.maximum(high, np.float32(0))
     inverse = np.float32(1 / uniform.last_code)
-    scale = round_bits(high * inverse - low * inverse, bits_of(uniform), "up")
+    scale = round_bits((high - low) * inverse, bits_of(uniform), "up")
     scale = xp.where(high > low, xp.maximum(scale, TINY), np.float32(0))
     zero = xp.round(-low / xp.where(scale == 0, np.float32(1), scale))
     return scale, -(zero * scale)

@@ -167,7 +167,7 @@ def storable(scale: Any, offset: Any, uniform: Uniform) -> tuple[Any, Any]:
         zero = offset / xp.where(scale == 0, np.float32(1), scale)
         return kept, (zero if uniform.grid == "even" else xp.round(zero)) * kept
     kept, xp = _kept(offset, False), namespace(scale)
-    room = (offset - kept) * np.float32(1 / uniform.last_code)
+    room = round_bits((offset - kept) * np.float32(1 / uniform.last_code), 11, "up")
     wider = round_bits(scale + room, 11, "up")
     return _kept(xp.where(kept == offset, scale, wider), True), kept
 
@@ -195,9 +195,9 @@ def _halves(x: Any, is_scale: bool) -> tuple[Any, Any]:
     exponent = xp.clip(exponent, -126, 112).astype(np.int32)
     half, least = x * _power_of_2(xp, -exponent), np.float32(2.0**-14)
     if is_scale:
-        half = xp.where(half == 0, np.float32(0), xp.maximum(half, least))
+        half = xp.where(x == 0, np.float32(0), xp.maximum(half, least))
     else:
-        half = xp.where(abs(half) >= least, half, xp.where(half < 0, -least, np.float32(0)))
+        half = xp.where(abs(half) >= least, half, xp.where(x < 0, -least, np.float32(0)))
     return half.astype(np.float16), _power_of_2(xp, exponent).astype(jnp.bfloat16)
 
 

@@ -58,12 +58,12 @@ class QTensor:
     """
 
     codes: Any
-    scale: jax.Array
+    scale: Any
     scheme: Int8 | Uniform | str = dataclasses.field(metadata={"static": True})
-    offset: jax.Array | None = None
-    zero: jax.Array | None = None
-    scale_unit: jax.Array | None = None
-    offset_unit: jax.Array | None = None
+    offset: Any = None
+    zero: Any = None
+    scale_unit: Any = None
+    offset_unit: Any = None
     form: Form | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property

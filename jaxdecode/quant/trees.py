@@ -78,7 +78,8 @@ def _uneven(w: Any, uniform: Uniform) -> tuple[QTensor, Any]:
     whole = form.groups - 1
     first, last = w[:, : whole * form.group].reshape(-1, whole, form.group), w[:, whole * form.group :][:, None]
     grids = [grid_of(part, uniform) for part in (first, last)]
-    scale, offset = storable(*(xp.concatenate(pair, axis=1) for pair in zip(*grids, strict=True)), uniform)
+    scale, offset = (xp.concatenate(pair, axis=1) for pair in zip(*grids, strict=True))
+    scale, offset = storable(scale, offset, uniform)
     codes = [
         nearest_codes(part, scale[:, at], offset[:, at], uniform.bits).reshape(w.shape[0], -1)
         for part, at in ((first, slice(0, whole)), (last, slice(whole, None)))
@@ -92,7 +93,8 @@ _compiled_int8 = jax.jit(functools.partial(codes_and_scale, xp=jnp))
 
 
 def _int8(w: jax.Array, scheme: Int8, name: str) -> QTensor:
-    q = QTensor(*_compiled_int8(w), scheme)
+    codes, scale = _compiled_int8(w)
+    q = QTensor(codes, scale, scheme)
     if checks.is_concrete(q.scale):
         checks.require(bool(jnp.all(jnp.isfinite(q.scale))), name, "finite numbers", "NaN or inf")
     return q
