@@ -3,8 +3,8 @@
 
     compare_quantization.py [--seconds 200] [SCHEME[:METHOD[:RANGE]][@OTHERS] ...]
 
-METHOD: rounding or gptq; OTHERS: the scheme of embedding and head (int8_zero_g32). What is done is kept in --folder:
-after --seconds it stops, and the same command goes on. Products are those of the dequantized weights in float32, which
+METHOD: rounding, gptq, or tuned (gptq and a learned correction); OTHERS: the scheme of embedding and head
+(int8_zero_g32). What is done is kept in --folder: after --seconds it stops, and the same command goes on. Products are those of the dequantized weights in float32, which
 is what schemes that round weights alone compute; int8 and int8_weights run as they are.
 
 The texts are public domain: "The Time Machine" to calibrate on, "The Adventures of Sherlock Holmes" to evaluate.
@@ -24,6 +24,7 @@ import numpy as np
 
 import jaxdecode as jd
 from jaxdecode import calibration
+from jaxdecode.calibration.tuning import RATE, tune
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.evaluation import Evaluation, evaluate
 
@@ -62,12 +63,17 @@ def parsed(entry: str) -> tuple[str, str, str, str]:
 
 def quantized(entry: str, loaded: jd.Loaded, asked: Any, clock: Clock) -> Any:
     scheme, method, span, others = parsed(entry)
-    if method == "gptq":
+    if method in ("gptq", "tuned"):
         ids = loaded.tokenizer.encode(asked.calibration.read_text("utf-8"))
         tokens = calibration.windows_of(ids, asked.rows, asked.width, jax.random.key(0))
-        how: Any = {"others": others, "range": span, "folder": asked.folder / entry.replace(":", "-")}
-        how["correction"] = asked.correction
-        return calibration.calibrate(loaded.config, loaded.params, tokens, scheme, **how, progress=clock).params
+        how: Any = {"others": others, "range": span, "correction": asked.correction}
+        how["folder"] = asked.folder / entry.replace(":", "-").replace("tuned", "gptq")
+        found = calibration.calibrate(loaded.config, loaded.params, tokens, scheme, **how, progress=clock).params
+        if method == "gptq":
+            return found
+        more: Any = {"steps": asked.steps, "rate": asked.rate, "key": jax.random.key(0), "progress": clock}
+        folder = asked.folder / f"{entry.replace(':', '-')}-{asked.steps}-{asked.rate:g}"
+        return tune(loaded.model, loaded.params, found, tokens, **more, folder=folder)
     ends = ("embed", "head")
     return {
         name: jd.quantize(value, others) if name in ends else jd.quantize(value, scheme, range=span)
@@ -148,6 +154,8 @@ def main() -> int:
     options.add_argument("--rows", type=int, default=24, help="windows of the text to calibrate on")
     options.add_argument("--width", type=int, default=512, help="tokens of each")
     options.add_argument("--correction", type=float, default=calibration.CORRECTION, help="see calibrate")
+    options.add_argument("--steps", type=int, default=32, help="of tuning")
+    options.add_argument("--rate", type=float, default=RATE)
     options.add_argument("--folder", type=Path, default=Path(".compare_quantization"))
     options.add_argument("--seconds", type=float, default=1e9)
     asked = options.parse_args()

@@ -54,6 +54,11 @@ class Steps:
         _write(self.folder / f"{index:04d}.npz", lambda made: np.savez(made, **arrays))  # type: ignore[arg-type]
         self._after(index - 1).unlink(missing_ok=True)
 
+    def forget(self, index: int) -> None:
+        """A stage that a later one made needless."""
+        if self.folder is not None:
+            (self.folder / f"{index:04d}.npz").unlink(missing_ok=True)
+
     def _after(self, index: int) -> Path:
         assert self.folder is not None
         return self.folder / f"after-{index:04d}.npy"
