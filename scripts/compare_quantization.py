@@ -4,8 +4,9 @@
     compare_quantization.py [--seconds 200] [SCHEME[:METHOD[:RANGE]][@OTHERS] ...]
 
 METHOD: rounding, gptq, or tuned (gptq and a learned correction); OTHERS: the scheme of embedding and head
-(int8_zero_g32). What is done is kept in --folder: after --seconds it stops, and the same command goes on. Products are those of the dequantized weights in float32, which
-is what schemes that round weights alone compute; int8 and int8_weights run as they are.
+(int8_zero_g32). What is done is kept in --folder: after --seconds it stops, and the same command goes on. Products
+are those of the dequantized weights in float32, which is what schemes that round weights alone compute; int8 and
+int8_weights run as they are.
 
 The texts are public domain: "The Time Machine" to calibrate on, "The Adventures of Sherlock Holmes" to evaluate.
 """
