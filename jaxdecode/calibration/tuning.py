@@ -7,6 +7,7 @@ that falls to 0 along a half cosine.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -29,6 +30,7 @@ __all__ = ["RATE", "tune"]
 
 RATE = 1e-3
 KEPT = 4  # steps between two times that the state is kept
+FAST, SLOW = np.float32(0.9), np.float32(0.95)  # what the running means keep; few steps need short memories
 BITS = 8  # codes of so many need no correction
 
 Progress = Callable[[str, float], None]
@@ -49,8 +51,8 @@ def tune(
     """``quantized`` with the grids and vectors that ``steps`` steps of Adam find, a row of ``tokens`` [B,S] each.
 
     params: the model that it stands for. key: the order of the rows. rate: about the largest relative change of a step.
-    folder: where the state is kept every few steps: the same call goes on there, to the same bits. ImportError: optax.
-    ValueError: other work in the folder, tokens that are no [B,S].
+    folder: where the state is kept every few steps: the same call goes on there, to the same bits. ValueError: other
+    work in the folder, tokens that are no [B,S].
     """
     tokens = np.asarray(tokens, np.int32)
     checks.require(tokens.ndim == 2 and tokens.size > 0, "tokens", "an array [B,S]", f"shape {tokens.shape}")
@@ -63,7 +65,7 @@ def tune(
     order = np.asarray(jax.random.permutation(key, len(tokens)))
     parts = jax.tree.map(_part, quantized, is_leaf=is_quantized)
     theta = jax.tree.map(_blank, parts, is_leaf=_is_part)
-    state: Any = (theta, _optimizer(steps, rate).init(theta))
+    state: Any = (theta, *(jax.tree.map(jnp.zeros_like, theta) for _ in range(2)))
     first = 0
     for done in range(steps // KEPT, 0, -1):
         if (held := kept.read(done)) is not None:
@@ -74,7 +76,8 @@ def tune(
         if progress is not None:
             progress(f"tuning: step {step + 1} of {steps}", step / steps)
         row = tokens[order[step % len(tokens)]][None]
-        state = _step(model, steps, rate, params, parts, state, row)
+        now = np.float32(step + 1), np.float32(rate * (1 + np.cos(np.pi * step / steps)) / 2)
+        state = _step(model, params, parts, state, row, *now)
         if (step + 1) % KEPT == 0:
             number = (step + 1) // KEPT
             arrays = {f"{i:06d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
@@ -83,28 +86,18 @@ def tune(
     return jax.tree.map(_moved, parts, state[0], quantized, is_leaf=_is_part)
 
 
-@functools.lru_cache(maxsize=8)
-def _optimizer(steps: int, rate: float) -> Any:
-    try:
-        import optax
-    except ImportError as error:
-        raise ImportError("tuning needs optax: pip install 'jaxdecode[train]'") from error
-    return optax.adam(optax.cosine_decay_schedule(rate, steps))
-
-
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class _Part:
-    """A weight as ``codes`` [N,K] and grids [N,G], or a vector as its ``offset``; what the correction moves."""
+    """A weight as ``codes`` [N,K] and grids [N,G], or any other leaf as its ``offset``; what the correction moves.
 
-    def __init__(self, codes: Any, scale: Any, offset: Any, about: Any) -> None:
-        self.codes, self.scale, self.offset, self.about = codes, scale, offset, about
+    about: the scheme of a weight, "vector", or "fixed" for what stays.
+    """
 
-    def tree_flatten(self) -> Any:
-        return (self.codes, self.scale, self.offset), self.about
-
-    @classmethod
-    def tree_unflatten(cls, about: Any, children: Any) -> _Part:
-        return cls(*children, about)
+    codes: Any
+    scale: Any
+    offset: Any
+    about: Any = dataclasses.field(metadata={"static": True})
 
 
 def _is_part(x: Any) -> bool:
@@ -148,9 +141,10 @@ def _value(part: _Part, theta: Any) -> Any:
     return part.codes.astype(jnp.float32) * scale + offset
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
-def _step(model: Model, steps: int, rate: float, params: Params, parts: Any, state: Any, row: Any) -> Any:
-    theta, memory = state
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _step(model: Model, params: Params, parts: Any, state: Any, row: Any, number: Any, rate: Any) -> Any:
+    """One step of Adam: the correction, and the running means of its gradient and of the square of that."""
+    theta, mean, square = state
 
     def laws(params: Params) -> jax.Array:
         return jax.nn.log_softmax(model.apply(params, row, model.init_cache(params, *row.shape))[0], axis=-1)
@@ -161,8 +155,12 @@ def _step(model: Model, steps: int, rate: float, params: Params, parts: Any, sta
         found = laws(jax.tree.map(_value, parts, theta, is_leaf=_is_part))
         return jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1))
 
-    change, memory = _optimizer(steps, rate).update(jax.grad(loss)(theta), memory, theta)
-    return jax.tree.map(jnp.add, theta, change), memory
+    slope = jax.grad(loss)(theta)
+    mean = jax.tree.map(lambda m, g: FAST * m + (1 - FAST) * g, mean, slope)
+    square = jax.tree.map(lambda v, g: SLOW * v + (1 - SLOW) * g * g, square, slope)
+    large = jax.tree.map(lambda v: jnp.sqrt(v / (1 - SLOW**number)) + np.float32(1e-8), square)
+    fair = rate / (1 - FAST**number)
+    return jax.tree.map(lambda t, m, size: t - fair * m / size, theta, mean, large), mean, square
 
 
 def _moved(part: _Part, theta: Any, leaf: Any) -> Any:
