@@ -141,7 +141,7 @@ def _value(part: _Part, theta: Any) -> Any:
     return part.codes.astype(jnp.float32) * scale + offset
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=0)
 def _step(model: Model, params: Params, parts: Any, state: Any, row: Any, number: Any, rate: Any) -> Any:
     """One step of Adam: the correction, and the running means of its gradient and of the square of that."""
     theta, mean, square = state
