@@ -240,7 +240,7 @@ def test_quantize_by_rounding_then_eval_and_generate(text: str, tiny: str, tmp_p
 
 def test_quantize_on_a_text(text: str, tiny: str, tmp_path: Path) -> None:
     folder = tmp_path / "calibrated"
-    how = ("--method", "gptq", "--text", text, "--rows", "8", "--window", "32", "--seed", "3")
+    how = ("--method", "gptq", "--text", text, "--rows", "8", "--window", "32", "--seed", "3", "--tune", "2")
     result = quantized(tiny, folder, "--scheme", "int2_affine", *how)
     assert (result.code, result.err) == (0, "")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -270,6 +270,7 @@ def test_bad_command_lines(text: str, tiny: str, tmp_path: Path) -> None:
     assert_bad(call("eval", tiny, "--text", text, "--quantize", "int9"), "int9")
     assert_bad(quantized(tiny, new, "--scheme", "int4", "--method", "gptq"), "--text")
     assert_bad(quantized(tiny, new, "--scheme", "int4", "--text", text), "--method gptq")
+    assert_bad(quantized(tiny, new, "--scheme", "int4", "--tune", "1"), "--method gptq")
     assert_bad(quantized(tiny, new, "--scheme", "int4_tensor", "--method", "gptq", "--text", text, "--rows", "1",
                          "--window", "16"), "int4_tensor")  # fmt: skip
     assert_bad(quantized(tiny, new, "--scheme", "int4", "--method", "gptq", "--text", text), "windows of 512 tokens")

@@ -105,6 +105,9 @@ def quantize(
     text: Annotated[str | None, typer.Option(metavar="FILE", help="The text to calibrate on; for gptq.")] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Windows drawn from that text.")] = 16,
     window: Window = 512,
+    tune: Annotated[
+        int, typer.Option(metavar="N", min=0, help="After gptq, N steps that move grids and norms by gradient.")
+    ] = 0,
     seed: Seed = 0,
     others: Annotated[
         str | None,
@@ -135,6 +138,7 @@ def quantize(
         text=text,
         rows=rows,
         window=window,
+        tune=tune,
         seed=seed,
         others=others,
         eval=eval_,

@@ -35,6 +35,7 @@ class Asked(NamedTuple):
     text: str | None
     rows: int
     window: int
+    tune: int
     seed: int
     others: str | None
     eval: str | None
@@ -50,6 +51,8 @@ def run(asked: Asked) -> int:
         raise BadInput("--method gptq: expected a text to calibrate on (--text FILE), got none")
     if asked.method == "rounding" and asked.text is not None:
         raise BadInput("--text: expected --method gptq, which reads it, got rounding")
+    if asked.method == "rounding" and asked.tune:
+        raise BadInput("--tune: expected --method gptq, which it follows, got rounding")
     progress = Progress()
     folder = Path(asked.output).expanduser()
     work = folder.with_name(f".{folder.name}.calibration")  # what is finished, until all is
@@ -118,19 +121,25 @@ def _calibrated(
     import jax
 
     from jaxdecode import calibration
+    from jaxdecode.calibration.tuning import tune
     from jaxdecode.models.transformer import TransformerConfig
 
     assert asked.text is not None
     assert isinstance(loaded.config, TransformerConfig)
     ids, digest = read_ids(asked.text, loaded, None)
-    tokens = calibration.windows_of(ids, asked.rows, asked.window, jax.random.key(asked.seed))
+    key = jax.random.key(asked.seed)
+    tokens = calibration.windows_of(ids, asked.rows, asked.window, key)
     how: Any = {"others": asked.others or calibration.OTHERS, "range": asked.range}
     found = calibration.calibrate(
         loaded.config, loaded.params, tokens, asked.scheme, **how, folder=work, progress=progress
     )
+    params = found.params
+    if asked.tune:
+        more: Any = {"steps": asked.tune, "key": key, "folder": work / "tuning", "progress": progress}
+        params = tune(loaded.model, loaded.params, params, tokens, **more)
     text = {"file": Path(asked.text).name, "sha256": digest, "rows": asked.rows, "window": asked.window}
-    notes = {"method": "gptq", "scheme": asked.scheme, **how, "text": text, "seed": asked.seed}
-    return found.params, dict(found.costs), notes
+    notes = {"method": "gptq", "scheme": asked.scheme, **how, "text": text, "tune": asked.tune, "seed": asked.seed}
+    return params, dict(found.costs), notes
 
 
 def _effect(
