@@ -18,7 +18,7 @@ from jaxdecode.generation import as_prompt, vocab_size_of
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import Context, LogitsTransform
 
-__all__ = ["best_of", "ranking", "score"]
+__all__ = ["Plan", "Text", "best_of", "logprob_of", "over_text", "ranking", "score"]
 
 LOGITS = 1 << 24  # logits that are in memory at a time, unless a caller chooses
 
@@ -58,19 +58,19 @@ def score(
     first = checks.whole(start, lambda n: n >= 1, "start", "whole numbers >= 1")
     checks.require(first.shape in ((), (batch,)), "start", f"a number or {batch} of them", f"shape {first.shape}")
     first = (np if checks.is_concrete(first) else jnp).broadcast_to(first, (batch,))
-    text = _Text(given.tokens, given.length, first)
+    text = Text(given.tokens, given.length, first)
     checks.require(chunk is None or (type(chunk) is int and chunk > 0), "chunk", "a whole number >= 1", chunk)
     if chunk is None:
         chunk = max(1, min(common.CHUNK, LOGITS // (batch * vocab_size)))
     if settings is None and transform is None:
         checks.require(key is None and row_ids is None, "key, row_ids", "none for the model's own law", "one")
-        out = _raw(_Plan(model, chunk), params, text)
+        out = _raw(Plan(model, chunk), params, text)
     else:
         settings = Settings() if settings is None else settings
         _check(settings, text)
         rules = settings.rules(batch, vocab_size, transform=transform)
         keys = keys_.row_keys(jax.random.key(0) if key is None else key, batch, row_ids)
-        out = _processed(_Plan(model, chunk), params, text, rules, keys)
+        out = _processed(Plan(model, chunk), params, text, rules, keys)
     out = out[:, :width]
     if padding == "right":
         return out
@@ -78,7 +78,7 @@ def score(
     return jnp.take_along_axis(out, at, axis=1)
 
 
-class _Text(NamedTuple):
+class Text(NamedTuple):
     """Right-padded texts: tokens[B,T], length[B], and the place start[B] of the first token that counts."""
 
     tokens: jax.Array
@@ -86,7 +86,7 @@ class _Text(NamedTuple):
     start: jax.Array
 
 
-def _check(settings: Settings, text: _Text) -> None:
+def _check(settings: Settings, text: Text) -> None:
     """Refuse what has no meaning for a text that is there."""
     for name, none in (("num_samples", 1), ("top_logprobs", 0)):
         value = getattr(settings, name)
@@ -97,17 +97,18 @@ def _check(settings: Settings, text: _Text) -> None:
         checks.require(ok, "max_new_tokens", f"at least the {output} tokens after start", settings.size)
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What is static in a program."""
 
     model: Model
     chunk: int
 
 
-def _scan(plan: _Plan, params: Params, text: _Text, body: Any, carry: Any) -> jax.Array:
-    """``body(carry, logits[B,C,V], place[C]) -> (carry, logprob[B,C])`` over chunks of all places but 0; [B,T].
+def over_text(plan: Plan, params: Params, text: Text, body: Any, carry: Any) -> Any:
+    """``body(carry, logits[B,C,V], place[C]) -> (carry, out[B,C])`` over chunks of all places but 0: out [B,T].
 
-    ``place`` is the index of the token that the logits are about. Chunks of a gradient are computed again.
+    ``place`` is the index of the token that the logits are about. ``out`` may be a pytree, and so may the logits of a
+    model that gives one. Places that do not count have 0. Chunks of a gradient are computed again.
     """
     tokens, length, start = text
     batch, inputs = tokens.shape[0], tokens.shape[1] - 1
@@ -124,18 +125,24 @@ def _scan(plan: _Plan, params: Params, text: _Text, body: Any, carry: Any) -> ja
         lengths = jnp.clip(length - 1 - i * width, 0, width)
         logits, cache = plan.model.apply(params, part, cache, lengths=lengths)
         place = i * width + jnp.arange(width, dtype=jnp.int32) + 1
-        carry, out = body(carry, logits.astype(np.promote_types(logits.dtype, np.float32)), place)
+        wide = jax.tree.map(lambda x: x.astype(np.promote_types(x.dtype, np.float32)), logits)
+        carry, out = body(carry, wide, place)
         return (cache, carry), out
 
     cache = plan.model.init_cache(params, batch, inputs)
     _, out = jax.lax.scan(one, (cache, carry), jnp.arange(count, dtype=jnp.int32))
-    out = out.swapaxes(0, 1).reshape(batch, count * width)[:, :inputs]
     place = jnp.arange(inputs + 1, dtype=jnp.int32)[None, :]
     counts = (place >= start[:, None]) & (place < length[:, None])
-    return jnp.where(counts, jnp.pad(out, ((0, 0), (1, 0))), 0)
+
+    def joined(out: jax.Array) -> jax.Array:
+        out = out.swapaxes(0, 1).reshape(batch, count * width)[:, :inputs]
+        out = jnp.pad(out, ((0, 0), (1, 0)))
+        return jnp.where(counts, out, jnp.zeros_like(out))
+
+    return jax.tree.map(joined, out)
 
 
-def _logprob(logits: jax.Array, ids: jax.Array) -> jax.Array:
+def logprob_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
     """log softmax of logits[...,V] at ids[...]."""
     picked = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
@@ -145,16 +152,16 @@ def _logprob(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _raw(plan: _Plan, params: Params, text: _Text) -> jax.Array:
+def _raw(plan: Plan, params: Params, text: Text) -> jax.Array:
     def body(carry: None, logits: jax.Array, place: jax.Array) -> Any:
         ids = jnp.take(text.tokens, place, axis=1, mode="clip")
-        return carry, _logprob(logits, ids)
+        return carry, logprob_of(logits, ids)
 
-    return _scan(plan, params, text, body, None)
+    return over_text(plan, params, text, body, None)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _processed(plan: _Plan, params: Params, text: _Text, rules: Rules, keys: jax.Array) -> jax.Array:
+def _processed(plan: Plan, params: Params, text: Text, rules: Rules, keys: jax.Array) -> jax.Array:
     tokens, length, start = text
     ctx = Context(tokens, start, start, rules.limit, keys)
 
@@ -166,7 +173,7 @@ def _processed(plan: _Plan, params: Params, text: _Text, rules: Rules, keys: jax
         logits = transforms.process(rules.transform, raw, now, states, rules.greedy | ~took).logits
         best = jnp.where(token == transforms.first_max(logits)[1], 0, -jnp.inf)
         broken = jnp.isnan(raw).any(axis=1) | jnp.isposinf(raw).any(axis=1) | jnp.isnan(logits).any(axis=1)
-        out = jnp.where(rules.greedy, best, _logprob(logits, token))
+        out = jnp.where(rules.greedy, best, logprob_of(logits, token))
         out = jnp.where(broken | (rules.limit < 0), jnp.nan, out)
         return transforms.advance(rules.transform, states, token, jnp.where(took, out, 0), took), out
 
@@ -174,7 +181,7 @@ def _processed(plan: _Plan, params: Params, text: _Text, rules: Rules, keys: jax
         states, out = jax.lax.scan(one, states, (logits.swapaxes(0, 1), place))
         return states, out.swapaxes(0, 1)
 
-    return _scan(plan, params, text, body, transforms.init(rules.transform, ctx))
+    return over_text(plan, params, text, body, transforms.init(rules.transform, ctx))
 
 
 def ranking(generated: Generated, *, by: Literal["raw", "processed"] = "raw", length_penalty: Any = 0.0) -> jax.Array:

@@ -21,10 +21,10 @@ MOST_MAPS = 20_000
 # Files whose tests ask what the library does, not what the compiler makes of its arithmetic: `scripts/test` compiles
 # their programs with few optimizations, in a third of the time, and those of all others as users do. (Not with files of
 # narrow floats, which such programs may not know, or of numbers below the normal range, which they treat otherwise.)
-LOGIC = ("adapters", "beam", "bench", "caches", "checkpoint_gguf", "checkpoint_hf", "checkpoint_hostile")
+LOGIC = ("adapters", "beam", "bench", "caches", "calibration", "checkpoint_gguf", "checkpoint_hf", "checkpoint_hostile")
 LOGIC += ("checkpoint_load", "checkpoint_safetensors", "cli", "composition", "constraint", "custom_models", "docs")
-LOGIC += ("engine", "examples", "experts", "exporting", "families", "hub", "invariance", "kvcache_windows", "layers")
-LOGIC += ("models_from_models", "package", "processing_bad_input", "ray", "scoring")
+LOGIC += ("engine", "evaluation", "examples", "experts", "exporting", "families", "hub", "invariance")
+LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "processing_bad_input", "ray", "scoring")
 LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
 # each part of the library.

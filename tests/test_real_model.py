@@ -168,6 +168,21 @@ def test_bf16_generates_and_its_laws_are_float32(loaded: jd.Loaded, narrow: Any)
     assert np.abs(np.asarray(out.logprob)[:, 0] - [g["logprobs"][0] for g in GOLDENS]).max() < 0.3
 
 
+def test_int8_weights_change_perplexity_by_less_than_half_a_percent(loaded: jd.Loaded) -> None:
+    """Four rows of prose; on 20,480 tokens, and of other schemes: docs/quantization.md."""
+    text = (Path(__file__).parent / "texts" / "sherlock_holmes.txt").read_text("utf-8")
+    ids = loaded.tokenizer.encode(text)
+    rows = [ids[i : i + 160] for i in range(0, 640, 160)]
+    model = transformer(loaded.config, cache_dtype="float32")
+    found = [
+        np.asarray(jd.score(model, p, rows), np.float64) for p in (loaded.params, jd.quantize(loaded.params, "int8"))
+    ]
+    plain, ours = (float(np.exp(-scores[:, 1:].mean())) for scores in found)
+    assert len(ids) > 20_000
+    assert ours != plain
+    assert abs(ours / plain - 1) < 0.005
+
+
 def test_an_int8_cache_changes_perplexity_by_less_than_one_percent(loaded: jd.Loaded) -> None:
     """Four rows of prose; on 20,480 tokens it is 0.07% (docs/caches.md)."""
     from pydoc_data.topics import topics

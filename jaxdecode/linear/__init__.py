@@ -7,12 +7,16 @@ weights on the left are up to 4x faster than the other ways to write the product
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdecode import observed
 from jaxdecode.linear import int8, packed
+from jaxdecode.observed import Observed
 from jaxdecode.quant import QRows, QTensor, dequantize, over_rows
 
 __all__ = ["embed", "matmul"]
@@ -20,8 +24,10 @@ __all__ = ["embed", "matmul"]
 _CONTRACT = (((1,), (0,)), ((), ()))
 
 
-def matmul(w: jax.Array | QTensor | QRows, x: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
+def matmul(w: jax.Array | QTensor | QRows | Observed, x: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
     """``W[N,K] @ x[K,R]`` -> [N,R], summed in float32 or wider, in ``out_dtype`` (default: that of x)."""
+    if isinstance(w, Observed):
+        return observed.product(functools.partial(matmul, out_dtype=out_dtype), w.weight, w.moment, x)
     wide = np.promote_types(x.dtype, np.float32)
     if isinstance(w, QRows):
         return jnp.concatenate([matmul(part, x, out_dtype) for part in w.parts])
@@ -34,8 +40,10 @@ def matmul(w: jax.Array | QTensor | QRows, x: jax.Array, out_dtype: np.dtype | N
     return out.astype(out_dtype or x.dtype)
 
 
-def embed(table: jax.Array | QTensor | QRows, ids: jax.Array) -> jax.Array:
+def embed(table: jax.Array | QTensor | QRows | Observed, ids: jax.Array) -> jax.Array:
     """Columns ``table[ids[R]]`` as feature-major activations [D,R]."""
+    if isinstance(table, Observed):
+        table = table.weight
     if isinstance(table, QRows):
         return _embed_parts(table, ids)
     rows = over_rows(lambda axis, x: jnp.take(x, ids, axis=axis, mode="clip"), table)

@@ -10,6 +10,8 @@ Where the config says so, a layer has ``"qkv_bias": [(H+2K)h]``, ``"q_norm": [h]
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from jaxdecode.models.scaling import DynamicScaling, LongRope, RopeScaling, Scal
 __all__ = [
     "CACHE_DTYPES",
     "DynamicScaling",
+    "Layerwise",
     "LongRope",
     "RopeScaling",
     "Scaling",
@@ -33,6 +36,7 @@ __all__ = [
     "YarnScaling",
     "frequencies",
     "init_params",
+    "layerwise",
     "param_shapes",
     "transformer",
 ]
@@ -129,3 +133,36 @@ def _transformer(config: TransformerConfig, cache_dtype: str | None, window_slac
         return logits, kvcache.advance(cache, layers, plan)
 
     return Model(init_cache, apply)
+
+
+class Layerwise(NamedTuple):
+    """A transformer over whole texts, a layer at a time: ``embed(params, tokens[B,S]) -> x[D, B*S]``, then
+    ``layer(i, params["layers"][i], x, batch) -> x`` for every i, then ``head(params, x, batch) -> logits[B,S,V]``.
+    """
+
+    embed: Callable[[Params, jax.Array], jax.Array]
+    layer: Callable[[int, Params, jax.Array, int], jax.Array]
+    head: Callable[[Params, jax.Array, int], jax.Array]
+
+
+@functools.lru_cache(maxsize=256)
+def layerwise(config: TransformerConfig) -> Layerwise:
+    """The model of ``config`` in parts, for who must see or change what passes between layers."""
+    windows = config.windows(0)
+
+    def embed(params: Params, tokens: jax.Array) -> jax.Array:
+        position = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        return _embedded(config, params, tokens, position)
+
+    def one(i: int, params: Params, x: jax.Array, batch: int) -> jax.Array:
+        size = x.shape[1] // batch
+        shape = (1, batch, config.n_kv_heads, config.head_dim, size)
+        cache = kvcache.create(*shape, x.dtype, windows[i : i + 1])
+        plan = kvcache.plan(cache, size)
+        turn = _turns(config, plan.position, x.dtype)[0 if windows[i] is None else 1]
+        return layer(config, params, x, kvcache.one_layer(cache, 0), plan, turn)[0]
+
+    def head(params: Params, x: jax.Array, batch: int) -> jax.Array:
+        return _head(config, params, x, None, batch)
+
+    return Layerwise(embed, one, head)
