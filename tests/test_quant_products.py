@@ -91,6 +91,17 @@ def test_embed_is_columns_of_the_table(name: str) -> None:
     np.testing.assert_array_equal(linear.embed(w, jnp.array([N + 2, -1])), linear.embed(w, jnp.array([N - 1, 0])))
 
 
+def test_float64_activations() -> None:
+    with jax.enable_x64(True):
+        x = np.random.default_rng(4).normal(size=(K, 3))
+        for name in ("int8_even", "int3_zero"):
+            w = weight(name)
+            for rows in (1, 3):
+                got = matmul(w, jnp.asarray(x[:, :rows]))
+                assert got.dtype == np.float64
+                np.testing.assert_allclose(got, values(w) @ x[:, :rows], rtol=1e-9, atol=1e-11)
+
+
 def test_dtypes_of_products() -> None:
     w = jd.quantize({"w": jnp.ones((40, 64), jnp.bfloat16)}, "int4")["w"]
     x = jnp.ones((64, 2), jnp.bfloat16)
