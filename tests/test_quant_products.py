@@ -143,7 +143,7 @@ def test_export_for_every_platform() -> None:
 CONFIG = TransformerConfig(
     vocab_size=8192,
     d_model=96,
-    n_layers=2,
+    n_layers=1,
     n_heads=4,
     n_kv_heads=2,
     head_dim=24,
