@@ -5,7 +5,8 @@
 
 METHOD: rounding, gptq, or tuned (gptq and a learned correction); OTHERS: the scheme of embedding and head
 (int8_zero_g32). What is done is kept in --folder: after --seconds it stops, and the same command goes on. Products
-are those of the dequantized weights in float32, which is what schemes that round weights alone compute; int8 runs as it is.
+are those of the dequantized weights in float32, which is what schemes that round weights alone compute; int8, which
+rounds activations too, runs as it is.
 
 The texts are public domain: "The Time Machine" to calibrate on, "The Adventures of Sherlock Holmes" to evaluate.
 """
