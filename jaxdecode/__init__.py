@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxdecode.checkpoint import Loaded, load, save
     from jaxdecode.composition import combine, contrastive, guidance, product, uncached
     from jaxdecode.decoders import beam, greedy, prompt_lookup, sample, speculative
+    from jaxdecode.exporting import export_generate, load_exported, named_params
     from jaxdecode.generation import generate
     from jaxdecode.loop import run, run_until_done, stream
     from jaxdecode.quant import QTensor, dequantize, quantize
@@ -93,6 +94,7 @@ __all__ = [
     "dynamic_temperature",
     "epsilon",
     "eta",
+    "export_generate",
     "forced",
     "frequency_penalty",
     "generate",
@@ -100,10 +102,12 @@ __all__ = [
     "guidance",
     "load",
     "load_cache",
+    "load_exported",
     "logit_bias",
     "min_new_tokens",
     "min_p",
     "mirostat",
+    "named_params",
     "no_repeat_ngram",
     "p_less",
     "prefill",
@@ -143,6 +147,7 @@ _HOME = {
     "composition": "combine contrastive guidance product uncached",
     "decoders": "beam greedy prompt_lookup sample speculative",
     "caches": "load_cache prefill refill save_cache",
+    "exporting": "export_generate load_exported named_params",
     "generation": "generate",
     "loop": "run run_until_done stream",
     "quant": "QTensor dequantize quantize",

@@ -21,24 +21,31 @@ MOST_MAPS = 20_000
 # Files whose tests ask what the library does, not what the compiler makes of its arithmetic: `scripts/test` compiles
 # their programs with few optimizations, in a third of the time, and those of all others as users do. (Not with files of
 # narrow floats, which such programs may not know, or of numbers below the normal range, which they treat otherwise.)
-LOGIC = (
-    "beam",
-    "bench",
-    "caches",
-    "calibration",
-    "checkpoint_gguf",
-    "checkpoint_hf",
-    "checkpoint_hostile",
-    "checkpoint_load",
-)
+LOGIC = ("beam", "bench", "caches", "calibration", "checkpoint_gguf", "checkpoint_hf")
+LOGIC += ("checkpoint_hostile", "checkpoint_load")
 LOGIC += ("checkpoint_safetensors", "cli", "composition", "constraint", "docs", "engine", "evaluation", "hub")
-LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "processing_bad_input", "ray", "scoring")
+LOGIC += (
+    "exporting",
+    "invariance",
+    "kvcache_windows",
+    "layers",
+    "models_from_models",
+    "package",
+    "processing_bad_input",
+    "ray",
+    "scoring",
+)
 LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
 # each part of the library.
-BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "draw", "engine.py")
+BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "draw", "engine.py", "exporting")
 BOTH += ("jax_faults", "kvcache", "operation_counts", "package", "programs", "quant", "real_model", "search")
 BOTH += ("settings", "transformer", "truncation")
+
+
+# The files that take longest, longest first: begun last, one of them would run on while the other workers are idle.
+LONG = ("real_model", "decoders_table", "constraints.py", "docs", "quant", "transformer.py", "processing.py")
+LONG += ("engine_schedules", "cli_results", "cli_batch", "speculative", "beam", "checkpoint_quantized", "real_engine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("logic")
         if name.startswith(BOTH):
             item.add_marker("both")
+    items.sort(key=lambda item: _rank(item.path.name.removeprefix("test_")))
+
+
+def _rank(name: str) -> int:
+    """The place in ``LONG``; sorting keeps the order of all others."""
+    return next((i for i, long in enumerate(LONG) if name.startswith(long)), len(LONG))
 
 
 @pytest.fixture(autouse=True, scope="module")

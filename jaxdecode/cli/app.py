@@ -344,5 +344,6 @@ def bench(
     raise typer.Exit(run(asked))
 
 
-import jaxdecode.cli.app_batch  # noqa: E402  # commands more, which need the options above
-import jaxdecode.cli.app_quality  # noqa: E402, F401
+import jaxdecode.cli.app_batch  # noqa: E402  # commands that need the options above
+import jaxdecode.cli.app_quality  # noqa: E402
+import jaxdecode.cli.app_verify  # noqa: E402, F401

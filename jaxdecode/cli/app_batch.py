@@ -80,6 +80,12 @@ def batch(
     order: Annotated[OrderName, typer.Option(help="Results in the order of the lines, or as they finish.")] = "input",
     resume: Annotated[bool, typer.Option(help="Go on with the file that is there, or begin it anew.")] = True,
     share_prefixes: Annotated[bool, typer.Option(help="Compute what prompts have in common once.")] = True,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Each line's numbers to the last bit, whatever the others are.")
+    ] = False,
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write all that `verify` needs to repeat this to a JSON file.")
+    ] = None,
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
@@ -116,5 +122,7 @@ def batch(
         compile_cache=not no_compile_cache,
         cache_dtype=cache_dtype,
     )
-    asked = Asked(source, target, slots, shard_of(shard), order == "input", resume, share_prefixes)
+    asked = Asked(
+        source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant, record
+    )
     raise typer.Exit(run(asked, request))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import typer
 
@@ -17,7 +17,9 @@ from jaxdecode.cli.batch_records import answered, failed
 from jaxdecode.cli.choices import Request
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import fields
+from jaxdecode.cli.files import check_target, write_json
 from jaxdecode.cli.generate import check, encode, settings_of
+from jaxdecode.cli.record import recorded_batch
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Asked(NamedTuple):
     in_order: bool
     resume: bool
     share_prefixes: bool
+    record: str | None = None
 
 
 def shard_of(text: str) -> tuple[int, int]:
@@ -67,6 +70,7 @@ def run(asked: Asked, defaults: Request) -> int:
             target = Path(asked.target).expanduser()
             if target.exists() and target.samefile(source):
                 raise BadInput(f"OUT: expected another file than IN, got {asked.target}")
+            record = None if asked.record is None else check_target(asked.record)
             defaults = defaults._replace(constraints=constraining.read(defaults.constraints))
             loaded = jaxdecode.load(defaults.model, **defaults.loading, progress=progress)
             Translator(loaded, progress).settings(defaults)  # a wrong default is no fault of the lines
@@ -78,6 +82,9 @@ def run(asked: Asked, defaults: Request) -> int:
                 drained = interrupted()
         finally:
             results.close()
+        if record is not None and not drained:
+            with bad_input():
+                write_json(record, recorded_batch(source, target, _run_of(asked, defaults), defaults.model, progress))
     finally:
         progress.stop()
     typer.echo(work.summary())
@@ -91,6 +98,11 @@ def _same(asked: Asked, defaults: Request) -> dict[str, Any]:
     ignored = ("record", "json", "stream", "compile_cache", "draft")
     request = {name: value for name, value in defaults._asdict().items() if name not in ignored}
     return {**request, "shard": asked.shard, "order": "input" if asked.in_order else "finished"}
+
+
+def _run_of(asked: Asked, defaults: Request) -> dict[str, Any]:
+    """The same with all that may change a bit."""
+    return {**_same(asked, defaults), "slots": asked.slots, "share_prefixes": asked.share_prefixes}
 
 
 class Translator:
@@ -148,11 +160,25 @@ def _seed_key(jax: Any, seed: int) -> Any:
     return jax.random.key(seed)
 
 
+class Sink(Protocol):
+    """Where results go: a ``Results``, or what looks like one."""
+
+    @property
+    def done(self) -> Container[int]: ...
+
+    @property
+    def pending(self) -> int: ...
+
+    def expect(self, number: int) -> None: ...
+
+    def give(self, number: int, record: dict[str, Any]) -> None: ...
+
+
 class Batch:
     """One run over the lines of a shard."""
 
     def __init__(
-        self, asked: Asked, defaults: Request, loaded: Loaded, source: Path, results: Results, progress: Progress
+        self, asked: Asked, defaults: Request, loaded: Loaded, source: Path, results: Sink, progress: Progress
     ) -> None:
         self._asked, self._defaults, self._source = asked, defaults, source
         self._loaded, self._results, self._progress = loaded, results, progress
@@ -176,8 +202,11 @@ class Batch:
                 continue
             self._tokens += int(result.out.length.sum())
             self._answered += 1
-            record = answered(self._loaded.tokenizer, line, len(result.request.prompt), result.out)
-            self._results.give(line.number, record)
+            self._answer(line, result)
+
+    def _answer(self, line: Line, result: engine.Result) -> None:
+        assert result.out is not None
+        self._results.give(line.number, answered(self._loaded.tokenizer, line, len(result.request.prompt), result.out))
 
     def _requests(self) -> Iterator[engine.Request | None]:
         """A request for every line without a result, as far as there is room for more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,17 @@ from jaxdecode.cli.choices import Request, Written, numbers
 if TYPE_CHECKING:
     from jaxdecode.text.tokenizer import Tokenizer
 
-__all__ = ["FORMAT", "VERSION", "described_files", "recorded", "versions"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "check_files",
+    "check_hash",
+    "described_files",
+    "files_of",
+    "recorded",
+    "recorded_batch",
+    "versions",
+]
 
 FORMAT, VERSION = "jaxdecode-record", 1
 _PIECE = 1 << 22  # bytes hashed at a time
@@ -40,18 +50,33 @@ def recorded(
         outputs.append({"text": row_text.text, "tokens": row_text.tokens, "finish": written.finish[row], **values})
     samples = {"num_samples": request.num_samples or 1, "top_logprobs": request.top_logprobs}
     ends = {"eos": list(tokenizer.eos_ids), "stop_strings": list(request.stops)}
-    files = described_files(_files_of(request.model, progress), progress)
     return {
         "format": FORMAT,
         "version": VERSION,
         "versions": versions(),
-        "model": {"source": request.model, **request.loading, "files": files},
+        "model": {"source": request.model, **request.loading, "files": files_of(request.model, progress)},
         "prompt": {"text": text, "system": request.system, "chat": request.chat, "ids": ids},
         "settings": {**request.settings, **samples, **ends, **request.constraints},
         **_drafted(request, progress),
+        **({} if request.best_of is None else {"best_of": request.best_of}),
         "seed": request.seed,
         "keys": {"impl": "threefry2x32", "words": written.keys},
         "outputs": outputs,
+    }
+
+
+def recorded_batch(source: Path, target: Path, run: dict[str, Any], model: str, progress: Report) -> dict[str, Any]:
+    """The record of a batch that is done: how it ran, and its two files. OSError: one cannot be read."""
+    (lines,), (results,) = described_files([source], progress), described_files([target], progress)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "batch",
+        "versions": versions(),
+        "model": {"source": model, "files": files_of(model, progress)},
+        "input": {**lines, "path": str(source.resolve())},
+        "output": {**results, "path": str(target.resolve())},
+        "run": run,
     }
 
 
@@ -61,9 +86,8 @@ def _drafted(request: Request, progress: Report) -> dict[str, Any]:
     if not draft.wanted:
         return {}
     source = request.model if draft.model is None else draft.model
-    files = described_files(_files_of(source, progress), progress)
     about = {"source": source, **request.loading, "quantize": draft.quantize, "length": draft.length}
-    return {"draft": {**about, "files": files}}
+    return {"draft": {**about, "files": files_of(source, progress)}}
 
 
 def versions() -> dict[str, str]:
@@ -97,8 +121,24 @@ def described_files(files: Sequence[Path], progress: Report) -> list[dict[str, A
     return found
 
 
-def _files_of(model: str, progress: Report) -> Sequence[Path]:
+def files_of(model: str, progress: Report) -> list[dict[str, Any]]:
+    """``described_files`` of a source of ``load``. OSError: one cannot be read."""
     from jaxdecode.checkpoint import find
     from jaxdecode.checkpoint.catalogue import TOY
 
-    return [] if model == TOY else find(model, progress).files
+    return [] if model == TOY else described_files(find(model, progress).files, progress)
+
+
+def check_files(record: Mapping[str, Any], progress: Report) -> None:
+    """ValueError unless the models' files are those that were recorded, byte for byte."""
+    for name in ("model", "draft"):
+        if name not in record:
+            continue
+        now = {f["file"]: f["sha256"] for f in files_of(record[name]["source"], progress)}
+        for file in record[name]["files"]:
+            check_hash(f"{name}: {file['file']}", file["sha256"], now.get(file["file"]))
+
+
+def check_hash(what: str, expected: str, got: str | None) -> None:
+    if got != expected:
+        raise ValueError(f"{what}: expected the SHA-256 {expected}, got {got or 'no such file'}")

@@ -1,4 +1,14 @@
-"""Products with packed codes and a grid for each group: weights are rounded, activations are not."""
+"""Products with packed codes and a grid for each group: weights are rounded, activations are not.
+
+| activations | CPU                                                           | elsewhere                        |
+|-------------|---------------------------------------------------------------|----------------------------------|
+| one         | sums of groups, ``scale * sum(codes * x) + offset * sum(x)``, | values of ``W`` in the product,  |
+|             | elementwise over rows that lie side by side (``_one_row``)    | which a compiler may keep or not |
+| several     | 128 rows of ``W`` as floats at a time, then ``x.T @ W.T``     | the same                         |
+
+docs/quantization.md tells how fast other ways to write them are. No float array has the size of ``W`` on a CPU: blocks
+are made inside a loop, and what is made of ``W`` is tied to x, so that XLA cannot move it out of the decode loop.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +17,9 @@ import operator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxdecode.quant import QTensor, dequantize, grids_of, grouped, over_rows, plane_pieces, plane_widths
+from jaxdecode.quant import QTensor, grids_of, grouped, over_rows, plane_pieces, plane_widths, values_of
 
 __all__ = ["product"]
 
@@ -28,7 +37,8 @@ def product(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _whole(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
-    return lax.dot_general(dequantize(w).astype(x.dtype), x, _CONTRACT, preferred_element_type=x.dtype)
+    values = values_of(w) if isinstance(w, QTensor) else w
+    return lax.dot_general(values.astype(x.dtype), x, _CONTRACT, preferred_element_type=x.dtype)
 
 
 def _on_cpu(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
@@ -53,11 +63,23 @@ def _one_row(w: QTensor, x: jax.Array) -> jax.Array:
     grown, shift = grouped(x.T, w.form)[0], 0  # [G,padded group]
     sums = []
     for plane, width in zip(w.codes, plane_widths(w.form.bits), strict=True):
-        sums.append(_sums(plane, width, grown * np.float32(2**shift)))
+        sums.append(_sums(plane, width, grown * 2**shift))
         shift += width
-    scale, offset = (x.astype(grown.dtype) for x in grids_of(w))
+    scale, offset = _grids(w, grown.dtype)
     groups = scale * functools.reduce(operator.add, sums) + offset * grown.sum(1, keepdims=True)
     return lax.optimization_barrier(groups).sum(0)[:, None]
+
+
+def _grids(w: QTensor, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """``scale`` and ``offset`` [G,N], the offset for numbers as `_numbers` makes them."""
+    scale, offset = (x.astype(dtype) for x in grids_of(w))
+    assert w.form is not None
+    return scale, offset + scale * 128 if w.form.bits == 8 else offset
+
+
+def _numbers(codes: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
+    """Codes as floats; those of bytes less 128, so that sums of them do not lose digits to their middle."""
+    return codes.astype(dtype) - 128 if width == 8 else codes.astype(dtype)
 
 
 def _sums(plane: jax.Array, width: int, x: jax.Array) -> jax.Array:
@@ -67,7 +89,7 @@ def _sums(plane: jax.Array, width: int, x: jax.Array) -> jax.Array:
     plane = plane.reshape(-1, run, rows)
     parts = x.reshape(groups, 8 // width, size // run, run).swapaxes(1, 2).reshape(-1, 8 // width, run)
     terms = (
-        piece.astype(x.dtype) * parts[:, i, j, None]
+        _numbers(piece, width, x.dtype) * parts[:, i, j, None]
         for j in range(run)
         for i, piece in enumerate(plane_pieces(plane[:, j], width))
     )
@@ -94,7 +116,7 @@ def _blocks(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _pieces_of(w: QTensor, x: jax.Array) -> list[jax.Array]:
-    """What of x[K,R] meets the runs of codes that `_runs` gives, [G*m,R] each, and at last the sums of groups [G,R]."""
+    """What of x[K,R] meets the runs of codes of the planes, [G*m,R] each, and at last the sums of groups [G,R]."""
     assert w.form is not None
     grown, found = jnp.moveaxis(grouped(x.T, w.form), 0, -1), []  # [G,padded group,R]
     for width in plane_widths(w.form.bits):
@@ -108,10 +130,11 @@ def _block(w: QTensor | jax.Array, parts: list[jax.Array]) -> jax.Array:
         return lax.dot_general(parts[0], w.astype(parts[0].dtype), _ROWS)
     assert w.form is not None
     dtype, runs, shift = parts[-1].dtype, [], 0
-    scale, offset = (x.astype(dtype) for x in grids_of(w))
+    scale, offset = _grids(w, dtype)
     for plane, width in zip(w.codes, plane_widths(w.form.bits), strict=True):
-        step = (scale * np.float32(2**shift))[:, None]
-        runs += [(piece.astype(dtype) * step).reshape(-1, plane.shape[-1]) for piece in plane_pieces(plane, width)]
+        step = (scale * 2**shift)[:, None]
+        pieces = (_numbers(piece, width, dtype) * step for piece in plane_pieces(plane, width))
+        runs += [piece.reshape(-1, plane.shape[-1]) for piece in pieces]
         shift += width
     products = (lax.dot_general(x, run, _COLUMNS) for x, run in zip(parts, [*runs, offset], strict=True))
     return functools.reduce(operator.add, products)

@@ -8,7 +8,7 @@ from jaxdecode.quant.int8 import codes_and_scale
 from jaxdecode.quant.packing import codes_of, grids_of, grouped, grouped_codes, pack, plane_pieces, ungrouped, unpack
 from jaxdecode.quant.schemes import Scheme, Uniform, parse_scheme
 from jaxdecode.quant.tensor import Form, QRows, QTensor, is_quantized, over_rows, plane_widths
-from jaxdecode.quant.trees import dequantize, quantize, quantize_matrix
+from jaxdecode.quant.trees import dequantize, quantize, quantize_matrix, values_of
 
 __all__ = [
     "Bounds",
@@ -36,5 +36,6 @@ __all__ = [
     "quantize_matrix",
     "unpack",
     "value_of",
+    "values_of",
     "ungrouped",
 ]

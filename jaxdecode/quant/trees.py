@@ -17,7 +17,7 @@ from jaxdecode.quant.packing import form_of, grouped, pack, storable, ungrouped,
 from jaxdecode.quant.schemes import Int8, Range, Scheme, Uniform, parse_scheme
 from jaxdecode.quant.tensor import QRows, QTensor, is_quantized
 
-__all__ = ["dequantize", "quantize", "quantize_matrix"]
+__all__ = ["dequantize", "quantize", "quantize_matrix", "values_of"]
 
 
 def quantize(params: Params, scheme: Scheme, *, range: Range = "max") -> Params:
