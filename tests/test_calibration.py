@@ -264,8 +264,8 @@ def test_a_kill_loses_one_stage_and_the_rest_is_the_same_bits(tmp_path: Path) ->
 
         return progress
 
-    how: Any = {"others": "int8_zero_g8", "folder": tmp_path / "work"}
-    whole = calibration.calibrate(CONFIG, PARAMS, TOKENS, "int3_affine_g8", others="int8_zero_g8")
+    how: Any = {"others": "int8_zero_g8", "correction": 0.5, "folder": tmp_path / "work"}
+    whole = calibration.calibrate(CONFIG, PARAMS, TOKENS, "int3_affine_g8", **{**how, "folder": None})
     for stage in (2, 3):
         with pytest.raises(Killed):
             calibration.calibrate(CONFIG, PARAMS, TOKENS, "int3_affine_g8", **how, progress=kill_at(stage))
@@ -329,6 +329,8 @@ def test_other_schemes_are_refused(bad: str) -> None:
 def test_bad_tokens_and_params_are_refused() -> None:
     with pytest.raises(ValueError, match="params: expected arrays"):
         calibration.calibrate(CONFIG, jd.quantize(PARAMS, "int4"), TOKENS, "int4")
+    with pytest.raises(ValueError, match="correction: expected a number in"):
+        calibration.calibrate(CONFIG, PARAMS, TOKENS, "int4", correction=2)
     for bad in (TOKENS[0], TOKENS + 61, TOKENS[:0], TOKENS * 1.0):
         with pytest.raises(ValueError, match="tokens"):
             calibration.calibrate(CONFIG, PARAMS, bad, "int4")
