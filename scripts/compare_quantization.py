@@ -5,8 +5,8 @@
 
 METHOD: rounding, gptq, or tuned (gptq and a learned correction); OTHERS: the scheme of embedding and head
 (int8_zero_g32). What is done is kept in --folder: after --seconds it stops, and the same command goes on. Products
-are those of the dequantized weights in float32, which is what schemes that round weights alone compute; int8 and
-int8_weights run as they are.
+are those of the dequantized weights in float32, which is what schemes that round weights alone compute; int8, which
+rounds activations too, runs as it is.
 
 The texts are public domain: "The Time Machine" to calibrate on, "The Adventures of Sherlock Holmes" to evaluate.
 """
@@ -83,8 +83,8 @@ def quantized(entry: str, loaded: jd.Loaded, asked: Any, clock: Clock) -> Any:
 
 
 def runs_alone(entry: str) -> bool:
-    """Whether products round activations, or have another form for each platform: not what floats would give."""
-    return parsed(entry)[0] in ("int8", "int8_weights")
+    """Whether products round activations too, which dequantized weights would not show."""
+    return parsed(entry)[0] == "int8"
 
 
 def loss(found: Evaluation) -> float:

@@ -175,7 +175,8 @@ def test_int8_weights_change_perplexity_by_less_than_half_a_percent(loaded: jd.L
     rows = [ids[i : i + 160] for i in range(0, 640, 160)]
     model = transformer(loaded.config, cache_dtype="float32")
     found = [
-        np.asarray(jd.score(model, p, rows), np.float64) for p in (loaded.params, jd.quantize(loaded.params, "int8"))
+        np.asarray(jd.score(model, p, rows), np.float64)
+        for p in (loaded.params, jd.quantize(loaded.params, "int8_weights"))
     ]
     plain, ours = (float(np.exp(-scores[:, 1:].mean())) for scores in found)
     assert len(ids) > 20_000

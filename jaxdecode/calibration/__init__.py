@@ -2,7 +2,8 @@
 
 Each matrix is rounded so that its products with the inputs it meets on the text change least (``rounding.py``); the
 inputs are seen by a gradient of the model itself (``jaxdecode.observed``), stage by stage (``stages.py``), each on
-what the rounded stages before it give, and aiming at what the model gives. Finished stages are kept (``steps.py``).
+what the rounded stages before it give. Finished stages are kept (``steps.py``). ``tuning.py`` goes on from there by
+gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = ["Calibrated", "MatrixCost", "Stage", "Stages", "calibrate", "one_stag
 
 OTHERS = "int8_zero_g32"  # scheme of matrices that no text can be seen to meet, such as an embedding
 TOGETHER = 2048  # tokens in a pass
-CORRECTION = 0.0
+CORRECTION = 0.0  # aiming at the model's own outputs: worse on SmolLM2 with few tokens
 
 Progress = Callable[[str, float], None]
 
