@@ -9,6 +9,7 @@ from jaxdecode._version import __version__
 
 if TYPE_CHECKING:
     from jaxdecode import constraints, testing
+    from jaxdecode.adapters import from_equinox, from_linen, from_nnx, recurrent
     from jaxdecode.base import (
         Acceptance,
         Decoder,
@@ -97,6 +98,9 @@ __all__ = [
     "export_generate",
     "forced",
     "frequency_penalty",
+    "from_equinox",
+    "from_linen",
+    "from_nnx",
     "generate",
     "greedy",
     "guidance",
@@ -116,6 +120,7 @@ __all__ = [
     "prompt_lookup",
     "put_rows",
     "quantize",
+    "recurrent",
     "refill",
     "repeat_rows",
     "repetition_penalty",
@@ -140,6 +145,7 @@ __all__ = [
 
 # Where each name lives. It is imported when first used, so that `jaxdecode --help` and the version cost no jax.
 _HOME = {
+    "adapters": "from_equinox from_linen from_nnx recurrent",
     "base": (
         "Acceptance Decoder Finish Generated Model Params Prompt Rules Shared StepInfo put_rows repeat_rows take_rows"
     ),

@@ -13,7 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["POISON", "dtype", "in_range", "is_concrete", "real", "require", "shorten", "token_ids", "whole"]
+__all__ = [
+    "POISON",
+    "described",
+    "dtype",
+    "in_range",
+    "is_concrete",
+    "real",
+    "require",
+    "shorten",
+    "token_ids",
+    "whole",
+]
 
 POISON = -(2**31)  # a count that no caller may pass: marks a traced value that was out of range
 
@@ -27,6 +38,11 @@ def shorten(value: Any) -> str:
     """A value for an error message, on one line."""
     text = " ".join(str(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def described(x: Any) -> str:
+    """Dtype and shape of an array, as in float32[2, 3]; of anything else its type."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else type(x).__name__
 
 
 def require(ok: bool, what: str, expected: str, got: Any) -> None:

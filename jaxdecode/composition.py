@@ -14,7 +14,7 @@ import numpy as np
 from jaxdecode import checks
 from jaxdecode.base import Cache, Model, Params
 
-__all__ = ["TokenCache", "combine", "contrastive", "guidance", "product", "uncached"]
+__all__ = ["TokenCache", "combine", "contrastive", "guidance", "product", "recomputed", "uncached"]
 
 Mix = Callable[..., jax.Array]
 
@@ -135,15 +135,21 @@ class TokenCache:
 def uncached(fn: Callable[[Params, jax.Array], jax.Array], *, context: int | None = None) -> Model:
     """The model of a causal function ``fn(params, tokens[B,T]) -> logits[B,T,V]``.
 
-    Logits at position t may depend on tokens up to t only: what follows is padding, and is not looked at here. Its
-    cache is the tokens, T = max_len of them a row, and every step runs ``fn`` on all of them. context: the largest T
-    that ``fn`` takes. ``fn`` is compared by identity. ValueError if it returns another shape.
+    Logits at position t may depend on tokens up to t only: what follows is padding, and is not looked at here
+    (``testing.check_model`` does). Its cache is the tokens, T = max_len of them a row, and every step runs ``fn`` on
+    all of them. context: the largest T that ``fn`` takes. ``fn`` is compared by identity. ValueError if it returns
+    another shape.
 
     >>> model = uncached(lambda params, tokens: params[tokens])
     >>> params = jnp.eye(2)
     >>> model.apply(params, jnp.array([[0, 1], [1, 0]]), model.init_cache(params, 2, 8))[0][:, -1].tolist()
     [[0.0, 1.0], [1.0, 0.0]]
     """
+    return recomputed(fn, context, "uncached: fn")
+
+
+def recomputed(fn: Callable[[Params, jax.Array], jax.Array], context: int | None, what: str) -> Model:
+    """``uncached``; errors call the function ``what``."""
 
     def init_cache(params: Params, batch_size: int, max_len: int) -> TokenCache:
         fits = context is None or max_len <= context
@@ -165,9 +171,10 @@ def uncached(fn: Callable[[Params, jax.Array], jax.Array], *, context: int | Non
         place = jnp.where(steps < lengths[:, None], cache.length[:, None] + steps, slots)
         kept = cache.tokens.at[rows, place].set(tokens.astype(jnp.int32), mode="drop")
         new = TokenCache(kept, jnp.minimum(cache.length + lengths, slots))
-        spec = jax.eval_shape(fn, params, kept)
-        ok = len(spec.shape) == 3 and spec.shape[:2] == kept.shape and jnp.issubdtype(spec.dtype, jnp.floating)
-        checks.require(ok, "uncached: fn", f"floating logits [{batch}, {slots}, V]", f"{spec.dtype}{list(spec.shape)}")
+        spec: Any = jax.eval_shape(fn, params, kept)
+        ok = isinstance(spec, jax.ShapeDtypeStruct) and len(spec.shape) == 3 and spec.shape[:2] == kept.shape
+        ok = ok and jnp.issubdtype(spec.dtype, jnp.floating)
+        checks.require(ok, what, f"floating logits [{batch}, {slots}, V]", checks.described(spec))
         at = jnp.broadcast_to(steps, (batch, size)) if logits_at is None else logits_at
         wide = np.promote_types(spec.dtype, np.float32)
         if at.shape[1] == 0:

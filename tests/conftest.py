@@ -34,7 +34,7 @@ LOGIC += (
     "ray",
     "scoring",
 )
-LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
+LOGIC += ("adapters", "custom_models", "examples", "sequence_law", "session", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
 # each part of the library.
 BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "draw", "engine.py", "exporting")

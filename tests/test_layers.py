@@ -16,6 +16,7 @@ MAY_IMPORT = {
     **dict.fromkeys(["kvcache", "linear", "transforms"], BOTTOM),
     "models": BOTTOM | {"kvcache", "linear"},
     **dict.fromkeys(["testing", "composition"], BOTTOM),
+    "adapters": BOTTOM | {"composition"},
     "decoders": BOTTOM | {"kvcache", "transforms"},
     "constraints": BOTTOM | {"transforms"},
     **dict.fromkeys(["processing", "rulebook"], BOTTOM | {"transforms", "constraints", "processing"}),
