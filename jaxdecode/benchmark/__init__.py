@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxdecode.benchmark.machine import Machine, measure_machine, peak_bytes, reset_peak
-from jaxdecode.benchmark.report import bench
+from jaxdecode.benchmark.report import bench, bench_model
 from jaxdecode.benchmark.timing import MODES, Case, Mode, Times, measure, prompt_ids
 from jaxdecode.benchmark.work import Work, numpy_seconds, work_of
 
@@ -15,6 +15,7 @@ __all__ = [
     "Times",
     "Work",
     "bench",
+    "bench_model",
     "measure",
     "measure_machine",
     "numpy_seconds",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxdecode.base import Params
+from jaxdecode.base import Model, Params
 from jaxdecode.benchmark.machine import measure_machine, peak_bytes, reset_peak
 from jaxdecode.benchmark.texts import text_ids
 from jaxdecode.benchmark.timing import MODES, Case, Times, measure
 from jaxdecode.benchmark.work import Work, numpy_seconds, work_of
 from jaxdecode.checks import require
+from jaxdecode.generation import vocab_size_of
 from jaxdecode.models.counts import param_bytes
 from jaxdecode.models.transformer import TransformerConfig
 from jaxdecode.quant import QTensor, Scheme
@@ -20,7 +23,7 @@ from jaxdecode.quant import QTensor, Scheme
 if TYPE_CHECKING:
     from jaxdecode.checkpoint import Loaded
 
-__all__ = ["bench"]
+__all__ = ["bench", "bench_model"]
 
 CLOSING_BIAS = -100.0
 LEAST_READ, MOST_READ = 1 << 27, 1 << 30  # bytes read to measure the bandwidth: those of the weights, between these
@@ -70,6 +73,27 @@ def bench(
                 rows[i] = _row(loaded, case, base, runs, floor, _part(progress, case, len(rows), len(cases)))
         del loaded
     return {"base_bytes": base, "rows": [rows[i] for i in range(len(cases))]}
+
+
+def bench_model(
+    model: Model, params: Params, cases: Sequence[Case], *, runs: int = 3, progress: Progress = _silent
+) -> dict[str, Any]:
+    """``bench`` of a model that is no checkpoint. ValueError for modes that need a tokenizer or quantize the weights.
+
+    Those that do not: greedy, top_p, beam. Of the work of a step nothing is known but the bytes of the params.
+
+    >>> from jaxdecode.testing import markov_model
+    >>> found = bench_model(markov_model(), jnp.eye(3), [Case("greedy", 2, 4, 8)], runs=1)
+    >>> found["rows"][0]["param_bytes"]
+    36
+    """
+    plain = [name for name, mode in MODES.items() if not (mode.quantize or mode.text or mode.schema)]
+    for case in cases:
+        require(case.mode in plain, "mode", f"one of {', '.join(plain)} for a model without a tokenizer", case.mode)
+    params = jax.tree.map(jnp.asarray, params)
+    sizes = SimpleNamespace(vocab_size=vocab_size_of(model, params), context_length=None)
+    loaded: Any = SimpleNamespace(model=model, params=params, tokenizer=None, config=sizes)
+    return bench(lambda scheme: loaded, cases, runs=runs, progress=progress)
 
 
 def _ids(loaded: Loaded, case: Case) -> list[list[int]] | None:
@@ -163,9 +187,9 @@ def _products(params: Params) -> str:
 
 
 def _float_name(params: Any) -> str:
-    """The widest float among the params."""
-    kinds = [leaf.dtype for leaf in jax.tree.leaves(params) if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)]
-    return max(kinds, key=lambda kind: kind.itemsize).name
+    """The widest float among the params; float32 if there is none."""
+    kinds = [leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return max(kinds, key=lambda kind: kind.itemsize, default=jnp.dtype(jnp.float32)).name
 
 
 def _speeds(case: Case, times: Times) -> dict[str, float | None]:
