@@ -53,7 +53,7 @@ def main() -> int:
     there = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     chosen = jd.Settings(max_new_tokens=8, eos=[0], temperature=np.array([0.0, 0.8]))
     here = jd.generate(model, params, [[5, 6, 7, 8], [9, 10]], key=jax.random.key(7), settings=chosen).tokens
-    print(f"{(folder / 'generate.jaxexport').stat().st_size} bytes for {', '.join(exported.platforms)}: {there}")  # noqa: T201
+    print(f"{(folder / 'generate.jaxexport').stat().st_size} bytes for {', '.join(exported.platforms)}: {there}")
     return int(str(np.asarray(here).tolist()) != there)
 
 
