@@ -241,6 +241,33 @@ def test_a_watch_ends_its_row_and_no_other(expected: Generated) -> None:
         np.testing.assert_allclose(result.out.logprob[0, : n + 1], [*expected.logprob[row, :n], 0], 1e-4, 1e-6)
 
 
+def test_what_is_cancelled_comes_back_so_and_changes_no_other_row(expected: Generated) -> None:
+    """Requests that wait, that are staged and that run; from between the results, and from among the requests."""
+    gone: list[str] = []
+
+    def source() -> Any:
+        for i, request in enumerate(requests()):
+            yield request
+            if i % 5 == 4 and made.cancel(IDS[i]):  # the last one that was taken
+                gone.append(IDS[i])
+
+    made, results = engine(5, 3, 16, steps=2, window=20), {}
+    for result in made.serve(source()):
+        assert result.request.id not in results
+        results[result.request.id] = result
+        assert not made.cancel("nobody")
+        waits = [i for i in range(B) if IDS[i] not in results and i % 3 == 0]
+        if len(results) % 4 == 0 and waits and made.cancel(IDS[waits[0]]):
+            gone.append(IDS[waits[0]])
+    assert set(results) == set(IDS)
+    assert len(gone) >= 12
+    for i, name in enumerate(IDS):
+        if name in gone:
+            assert (results[name].out, results[name].error) == (None, "cancelled")
+        else:
+            assert_same(results[name], expected, i)
+
+
 def test_draining_finishes_the_rows_in_slots_and_takes_no_more(expected: Generated) -> None:
     done: list[Result] = []
     for result in engine(5, 3, 16, steps=1).serve(requests(), draining=lambda: len(done) >= 7):

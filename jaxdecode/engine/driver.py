@@ -141,6 +141,21 @@ class Driver:
         self.waiting.clear()
         self._staged = [s if s is not None and s.seated else None for s in self._staged]
 
+    def cancel(self, id: Any) -> Job | None:
+        """Give up the request of that ``id``, wherever it is; None: it is not here."""
+        held = [x.job for x in itertools.chain(self._staged, self._seats) if x is not None and x.job is not None]
+        found = next((job for job in itertools.chain(self.waiting, held) if job.request.id == id), None)
+        if found is None:
+            return None
+        if found in self.waiting:
+            self.waiting.remove(found)
+        rows = np.array([seat is not None and seat.job is found for seat in self._seats])
+        if rows.any():
+            self.state = programs.stop(self.state, rows)
+        self._staged = [None if s is not None and s.job is found else s for s in self._staged]
+        self._seats = [None if seat is not None and seat.job is found else seat for seat in self._seats]
+        return found
+
     def no_more(self) -> None:
         """All requests are here: of the last ones the longest begin first, so that no slot runs on alone for long."""
         if len(self.waiting) <= LAST * self.plan.slots:

@@ -92,6 +92,28 @@ class Engine:
         self._lengths: dict[int, bool] = {}  # whether the model has room for so many tokens
         self._held = 0
         self._number = 0
+        self._running: Driver | None = None
+        self._cancelled: deque[Request] = deque()
+
+    def cancel(self, id: Any) -> bool:
+        """Give up the request of that ``id``: it comes back at once, with the error "cancelled", and its rows are free.
+
+        To be called between the results of ``serve``, or where its requests come from. False: no such request is in the
+        engine, or its result is on its way.
+        """
+        found = None if self._running is None else self._running.cancel(id)
+        request = None if found is None else found.request
+        for group in self._groups.values():
+            if request is None and (job := next((j for j in group.waiting if j.request.id == id), None)) is not None:
+                group.waiting.remove(job)
+                request = job.request
+        if request is None and (alone := next((r for r in self._alone if r.id == id), None)) is not None:
+            self._alone = deque(r for r in self._alone if r is not alone)
+            request = alone
+        if request is None:
+            return False
+        self._cancelled.append(request)
+        return True
 
     def serve(
         self, requests: Iterable[Request | None], *, draining: Callable[[], bool] = lambda: False
@@ -102,6 +124,7 @@ class Engine:
         """
         self._drop(None)  # what an earlier call may have left when it was given up
         self._held = 0
+        self._cancelled.clear()
         source, more = iter(requests), True
         driver: Driver | None = None
         key: Hashable = None
@@ -110,16 +133,20 @@ class Engine:
                 more = False
                 self._drop(driver)
             more = more and (yield from self._take(source))
+            while self._cancelled:
+                self._held -= 1
+                yield Result(self._cancelled.popleft(), None, "cancelled")
             if self._alone:
                 self._held -= 1
                 yield self._result(self._alone.popleft())
             if driver is None or not (driver.active or driver.waiting):
-                driver, key = None, self._oldest()  # the old one's memory goes first
+                driver = self._running = None  # the old one's memory goes first
+                key = self._oldest()
                 if key is None:
-                    if more or self._alone:
+                    if more or self._alone or self._cancelled:
                         continue
                     return
-                driver = self._driver(key)
+                driver = self._running = self._driver(key)
             self._hand_over(self._groups[key], driver)
             if not more:
                 driver.no_more()
