@@ -245,6 +245,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         (["--top-logprobs", "258"], "top_logprobs"),
         (["--stop", ""], "--stop"),
         (["--best-of", "4"], "--best-of: expected a --temperature above 0"),
+        (["--num-samples", "2", "--without-replacement"], "--without-replacement: expected a --temperature above 0"),
         (
             ["--best-of", "2", "--num-samples", "3", "--temperature", "1"],
             "--best-of: expected at least --num-samples 3",

@@ -81,6 +81,8 @@ def check(request: Request) -> None:
         raise BadInput(f"--seed: expected a number in [0, 2^32), got {request.seed}")
     if request.settings["without_replacement"] and request.num_samples is None:
         raise BadInput("--without-replacement needs --num-samples: how many texts")
+    if request.settings["without_replacement"] and request.settings["temperature"] == 0:
+        raise BadInput("--without-replacement: expected a --temperature above 0 (1: the model's own law), got 0")
     if request.best_of is not None:
         if request.settings["beams"] is not None or request.settings["without_replacement"]:
             raise BadInput("--best-of: expected neither --beams nor --without-replacement, which rank by themselves")
