@@ -117,7 +117,8 @@ def check_model(model: Model, params: Params, *, length: int = 8, tolerance: flo
     same("logits that depend on no later token (is a causal mask missing?)", later[:, :half], logits[:, :half])
     other = np.stack([text[0], (text[1] + 1) % spec.shape[2]])
     same("logits that depend on no other row", np.asarray(apply(params, other, empty)[0])[:1], logits[:1])
-    cache, single = empty, []
+    cache = empty
+    single: list[Any] = []
     for i in range(length):
         one, cache = apply(params, text[:, i : i + 1], cache)
         single.append(one)

@@ -143,8 +143,9 @@ class Driver:
 
     def cancel(self, id: Any) -> Job | None:
         """Give up the request of that ``id``, wherever it is; None: it is not here."""
-        held = [x.job for x in itertools.chain(self._staged, self._seats) if x is not None and x.job is not None]
-        found = next((job for job in itertools.chain(self.waiting, held) if job.request.id == id), None)
+        held = [seat.job for seat in self._seats if seat is not None]
+        held += [s.job for s in self._staged if s is not None and s.job is not None]
+        found = next((job for job in [*self.waiting, *held] if job.request.id == id), None)
         if found is None:
             return None
         if found in self.waiting:
