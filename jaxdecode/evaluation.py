@@ -86,8 +86,8 @@ def evaluate(
     >>> from jaxdecode.testing import markov_model
     >>> sure = jnp.log(jnp.array([[0.5, 0.5], [0.25, 0.75]]))
     >>> fair, other = evaluate([(markov_model(), jnp.zeros((2, 2))), (markov_model(), sure)], [0, 1, 1, 0, 1], window=4)
-    >>> fair.counted, fair.perplexity, other.agreement
-    (3, 2.0, 0.666...)
+    >>> fair.counted, round(fair.perplexity, 3), round(other.agreement, 3)
+    (3, 2.0, 0.333)
     """
     checks.require(len(models) > 0, "models", "at least one", "none")
     sizes = [vocab_size_of(model, params) for model, params in models]

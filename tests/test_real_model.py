@@ -176,7 +176,7 @@ def test_int8_weights_change_perplexity_by_less_than_half_a_percent(loaded: jd.L
     model = transformer(loaded.config, cache_dtype="float32")
     found = [
         np.asarray(jd.score(model, p, rows), np.float64)
-        for p in (loaded.params, jd.quantize(loaded.params, "int8_weights"))
+        for p in (loaded.params, jd.dequantize(jd.quantize(loaded.params, "int8_weights")))
     ]
     plain, ours = (float(np.exp(-scores[:, 1:].mean())) for scores in found)
     assert len(ids) > 20_000
