@@ -52,7 +52,8 @@ def _model(static: Any, context: int | None, init_cache: Any, options: tuple[tup
     keywords = dict(options)
 
     def bound(params: Params) -> Any:
-        like, given = (jax.tree.structure(tree, is_leaf=lambda x: x is None) for tree in (static, params))
+        like: Any = jax.tree.structure(static, is_leaf=lambda x: x is None)
+        given: Any = jax.tree.structure(params, is_leaf=lambda x: x is None)
         expected = "eqx.filter(module, eqx.is_array) of such a module"
         checks.require(like == given, "from_equinox: params", expected, type(params).__name__)
         return eqx.nn.inference_mode(eqx.combine(params, static))

@@ -115,8 +115,9 @@ def _check(step: Step, params: Params, state: Any, tokens: jax.Array, what: str)
     ok = isinstance(logits, jax.ShapeDtypeStruct) and len(logits.shape) == 2 and logits.shape[0] == len(tokens)
     ok = ok and jnp.issubdtype(logits.dtype, jnp.floating)
     checks.require(ok, f"{what}: step", f"floating logits [{len(tokens)}, V]", checks.described(logits))
-    same = jax.tree.structure(after) == jax.tree.structure(state)
-    checks.require(same, f"{what}: step", f"a state like {jax.tree.structure(state)}", jax.tree.structure(after))
+    given: Any = jax.tree.structure(state)
+    made: Any = jax.tree.structure(after)
+    checks.require(given == made, f"{what}: step", f"a state like {given}", made)
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         like = x.shape == y.shape and x.dtype == y.dtype
         checks.require(like, f"{what}: step", f"a state of {checks.described(x)}", checks.described(y))
