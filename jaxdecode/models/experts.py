@@ -7,6 +7,7 @@ never those that there are. The matrices of all experts of a layer stand below e
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,8 @@ def _deal(expert: jax.Array, n_experts: int, size: int) -> tuple[jax.Array, jax.
 def _of(stack: Any, number: jax.Array, n_experts: int) -> Any:
     """The matrix of one expert, an array or a quantized one."""
     if isinstance(stack, QRows):
-        raise ValueError("experts: expected weights of one type for all experts of a layer, got several")
+        if len(stack.parts) != 1:
+            raise ValueError("experts: expected weights of one type for all experts of a layer, got several")
+        return dataclasses.replace(stack, parts=(_of(stack.parts[0], number, n_experts),))
     each = stack.shape[0] // n_experts
     return over_rows(lambda axis, leaf: lax.dynamic_slice_in_dim(leaf, number * each, each, axis), stack)
