@@ -29,10 +29,22 @@ LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and one of
 # each part of the library.
 BOTH = ("batch_invariance", "beam_settings", "checkpoint_load", "cli_process", "draw", "engine.py", "exporting")
-BOTH += ("jax_faults", "kvcache", "operation_counts", "package", "programs", "quant", "real_model", "search")
+BOTH += (
+    "jax_faults",
+    "kvcache",
+    "operation_counts",
+    "package",
+    "programs",
+    "quant.py",
+    "quant_products",
+    "real_model",
+    "search",
+)
 BOTH += ("settings", "transformer", "truncation")
 
 
+# Long ones of their tests that ask nothing which others of them do not ask.
+ONCE = ("test_goldens_with_drafts", "test_goldens_alone", "test_an_int8_cache", "test_int8_weights_change")
 # The files that take longest, longest first: begun last, one of them would run on while the other workers are idle.
 LONG = ("real_model", "decoders_table", "constraints.py", "docs", "quant", "transformer.py", "processing.py")
 LONG += ("engine_schedules", "cli_results", "cli_batch", "speculative", "beam", "checkpoint_quantized", "real_engine")
@@ -43,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.path.name.removeprefix("test_")
         if name.startswith(LOGIC):
             item.add_marker("logic")
-        if name.startswith(BOTH):
+        if name.startswith(BOTH) and not item.name.startswith(ONCE):
             item.add_marker("both")
     items.sort(key=lambda item: _rank(item.path.name.removeprefix("test_")))
 
