@@ -52,8 +52,8 @@ def test_help_and_version_do_not_import_jax(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "word", "expected"),
     [
-        ("jaxdecode ", 1, {"batch", "bench", "generate", "chat", "inspect"}),
-        ("jaxdecode generate --model ", 3, {"smollm2-135m", "toy"}),
+        ("jaxdecode ", 1, {"batch", "bench", "chat", "eval", "generate", "inspect", "quantize", "verify"}),
+        ("jaxdecode generate --model ", 3, {"gemma3-270m", "smollm2-135m", "toy"}),
         ("jaxdecode inspect s", 2, {"smollm2-135m"}),
         ("jaxdecode chat --dtype ", 3, {"float32", "bfloat16", "float16"}),
         ("jaxdecode generate --top-", 2, {"--top-k", "--top-p", "--top-logprobs", "--top-n-sigma"}),

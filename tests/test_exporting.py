@@ -76,10 +76,12 @@ np.savez(sys.argv[1] + ".out.npz", **out)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_file_gives_the_same_tokens(name: str) -> None:
+def test_a_file_for_every_platform_gives_the_same_tokens(name: str) -> None:
     given = inputs(name)
     whole = (PARAMS, DRAFT[1]) if name == "draft" else PARAMS
-    got = jd.load_exported(made(name).serialize())(jd.named_params(whole), given, KEY)
+    program = made(name, platforms=("cpu", "cuda", "tpu"))
+    assert program.platforms == ("cpu", "cuda", "tpu")
+    got = jd.load_exported(program.serialize())(jd.named_params(whole), given, KEY)
     numbers = {k: v for k, v in given.items() if k not in ("tokens", "lengths")}
     here = jd.generate(
         MODEL,
@@ -113,12 +115,7 @@ def test_a_process_without_this_library_runs_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(f"{file}.out.npz")["tokens"], here.tokens)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_lowers_for_every_platform(name: str) -> None:
-    assert made(name, platforms=("cpu", "cuda", "tpu")).platforms == ("cpu", "cuda", "tpu")
-
-
-@pytest.mark.parametrize("scheme", ["int8", "int8_weights"])
+@pytest.mark.parametrize("scheme", ["int8", "int8_weights", "int4"])
 def test_quantized_weights_lower_for_every_platform(scheme: Any) -> None:
     shapes = jax.eval_shape(lambda: jd.quantize(PARAMS, scheme))
     chosen = settings("sampling")
