@@ -97,8 +97,8 @@ def test_goldens_in_another_place_padded_on_the_left_with_the_end_id(loaded: jd.
 
 
 def test_goldens_alone_in_a_larger_allocation(loaded: jd.Loaded) -> None:
-    """Half as many tokens, to save time: one row costs nearly as much as eight."""
-    for i, golden in enumerate(GOLDENS):
+    """Half of them and of their tokens, to save time: one row costs nearly as much as eight."""
+    for i, golden in list(enumerate(GOLDENS))[::2]:
         half = {**golden, "output_ids": golden["output_ids"][: NEW // 2], "logprobs": golden["logprobs"][: NEW // 2]}
         check(decode(loaded, loaded.params, n=NEW // 2, cache_len=200, **padded([i], 0, "right")), [half])
 
