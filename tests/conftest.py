@@ -32,7 +32,7 @@ BOTH = ("cli_process", "engine.py", "exporting", "jax_faults", "kvcache.py", "op
 BOTH += ("quant.py", "quant_products", "real_model", "transformer.py")
 
 # Long ones of their tests that ask nothing which others of them do not ask.
-ONCE = ("test_goldens_with_drafts", "test_goldens_alone", "test_an_int8_cache", "test_int8_weights_change")
+ONCE = ("test_bf16", "test_goldens_with_drafts", "test_goldens_alone", "test_an_int8_cache", "test_int8_weights_change")
 # The files that take longest, longest first: begun last, one of them would run on while the other workers are idle.
 LONG = ("real_model", "decoders_table", "constraints.py", "docs", "quant", "transformer.py", "processing.py")
 LONG += ("engine_schedules", "cli_results", "cli_batch", "speculative", "beam", "checkpoint_quantized", "real_engine")
