@@ -102,6 +102,9 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     for fields, about in (
         ({"format": "x"}, "format: expected 'jaxdecode-record'"),
         ({"version": 99}, "version: expected 1 to 1"),
+        ({"outputs": [{"tokens": [1]}]}, "record: expected the fields of a record, got KeyError: 'margins'"),
+        ({"versions": None}, "record: expected the fields of a record"),
+        ({"kind": "batch"}, "record: expected the fields of a record, got KeyError: 'input'"),
         ({"settings": {}}, "record: expected the fields of a record"),
         ({"settings": record["settings"] | {"eos": [5]}}, "eos: expected the recorded ids [5]"),
     ):
@@ -122,7 +125,7 @@ def test_a_batch_is_repeated_and_the_first_difference_named(tmp_path: Path) -> N
     assert call(*arguments).code == 0
     told = call("verify", "--json", str(record))
     tokens = sum(len(c["tokens"]) for c in map(json.loads, target.read_text().splitlines()) if "tokens" in c) + 10
-    same = {"same": True, "lines": 6, "difference": None, "versions_changed": {}}
+    same = {"same": True, "lines": 6, "lost": 0, "difference": None, "versions_changed": {}}
     assert (told.code, json.loads(told.out)) == (0, {**same, "tokens": tokens})
     results = [json.loads(line) for line in target.read_text().splitlines()]
     was = results[3]["tokens"][1]
@@ -137,3 +140,12 @@ def test_a_batch_is_repeated_and_the_first_difference_named(tmp_path: Path) -> N
     assert told.code == 1
     assert told.out.startswith(f"different: line 4 (a3), output 1, token 2: {was ^ 1} ")
     assert "; margin now " in told.out
+    more = [*results, results[0] | {"id": "of no line"}]
+    target.write_text("".join(json.dumps(line) + "\n" for line in more))
+    digest = hashlib.sha256(target.read_bytes()).hexdigest()
+    was_jax = told_of["versions"] | {"jax": "0.0.1"}
+    changed(record, record, output=told_of["output"] | {"sha256": digest}, versions=was_jax)
+    told = call("verify", str(record))
+    assert told.code == 1
+    assert told.out.startswith("different: 1 lines that have an answer in the record have none now\ndifferent: line 4 ")
+    assert told.err == f"jax: 0.0.1 in the record, {told_of['versions']['jax']} here\n"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMAT",
     "VERSION",
+    "changed_versions",
     "check_files",
     "check_hash",
     "described_files",
+    "expecting_fields",
     "files_of",
+    "first_difference",
     "recorded",
     "recorded_batch",
     "versions",
@@ -104,6 +108,30 @@ def versions() -> dict[str, str]:
         "platform": platform.platform(),
         "device": f"{device.platform}: {device.device_kind}",
     }
+
+
+def changed_versions(record: Mapping[str, Any]) -> dict[str, list[str | None]]:
+    """Of all that is not as it was: what the record says, and what is here."""
+    here = versions()
+    return {name: [then, here.get(name)] for name, then in record["versions"].items() if here.get(name) != then}
+
+
+def first_difference(then: Sequence[int], now: Sequence[int]) -> tuple[int, int | None, int | None] | None:
+    """The first place at which two outputs differ, and the token of each there (None: it has none)."""
+    for t in range(max(len(then), len(now))):
+        before, after = (x[t] if t < len(x) else None for x in (then, now))
+        if before != after:
+            return t, before, after
+    return None
+
+
+@contextlib.contextmanager
+def expecting_fields() -> Iterator[None]:
+    """ValueError for a record that lacks a field, or has another thing in its place."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"record: expected the fields of a record, got {type(error).__name__}: {error}") from None
 
 
 def described_files(files: Sequence[Path], progress: Report) -> list[dict[str, Any]]:

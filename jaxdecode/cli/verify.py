@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import typer
 
 from jaxdecode.cli import constraining, drafting, generate
 from jaxdecode.cli.choices import CANCELLED, Request, Written, best, numbers, token_text
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.drafting import Draft
 from jaxdecode.cli.files import read_json
-from jaxdecode.cli.record import FORMAT, VERSION, check_files, versions
+from jaxdecode.cli.record import FORMAT, VERSION, changed_versions, check_files, expecting_fields, first_difference
 from jaxdecode.cli.terminal import Progress, bad_input, show
-from jaxdecode.cli.verify_batch import verify_batch
+from jaxdecode.cli.verify_batch import tell_versions, verify_batch
 
 __all__ = ["Difference", "compared", "request_of", "run"]
 
@@ -40,11 +38,11 @@ class Difference(NamedTuple):
 
 def request_of(record: Mapping[str, Any]) -> Request:
     """What was asked for. ValueError, naming the field, if the record does not say so."""
-    try:
+    with expecting_fields():
         model, prompt, settings = record["model"], record["prompt"], dict(record["settings"])
         draft = record.get("draft")
         constraints = {name: settings.pop(name) for name in _CONSTRAINTS if name in settings}
-        told = {name: settings.pop(name, None) for name in _NO_SETTINGS}
+        told = {name: settings.pop(name) for name in _NO_SETTINGS}
         several = settings.get("without_replacement") or (told["num_samples"] > 1 and settings.get("beams") is None)
         return Request(
             model=model["source"],
@@ -67,8 +65,12 @@ def request_of(record: Mapping[str, Any]) -> Request:
             compile_cache=True,
             draft=Draft() if draft is None else _draft(model["source"], draft),
         )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"record: expected the fields of a record, got {type(error).__name__}: {error}") from None
+
+
+def _outputs(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The recorded outputs. ValueError: a field of theirs is missing."""
+    with expecting_fields():
+        return [{name: output[name] for name in ("tokens", "margins", "finish")} for output in record["outputs"]]
 
 
 def _draft(source: str, draft: Mapping[str, Any]) -> Draft:
@@ -88,15 +90,16 @@ def run(path: str, *, json: bool, compile_cache: bool) -> int:
             record = read_json(Path(path).expanduser(), FORMAT, VERSION)
             if record.get("kind") == "batch":
                 return verify_batch(record, progress, json=json)
-            request = request_of(record)
-            check_files(record, progress)
+            request, outputs = request_of(record), _outputs(record)
+            with expecting_fields():
+                ids, changed = record["prompt"]["ids"], changed_versions(record)
+                check_files(record, progress)
             loaded = jaxdecode.load(request.model, **request.loading, progress=progress)
             draft = drafting.load_draft(loaded, request.model, request.draft, request.loading, progress)
             eos = list(loaded.tokenizer.eos_ids)
             if record["settings"]["eos"] != eos:
                 raise ValueError(f"eos: expected the recorded ids {record['settings']['eos']}, got {eos} of the model")
             grammar = constraining.compiled(loaded, request.constraints, progress)
-            ids = record["prompt"]["ids"]
         written = generate.write(loaded, ids, grammar, request, progress, draft)
         if request.best_of is not None:
             written = best(written, request.num_samples or 1)
@@ -104,30 +107,33 @@ def run(path: str, *, json: bool, compile_cache: bool) -> int:
         progress.stop()
     if written.finish and CANCELLED in written.finish:
         return 130
-    _tell(record, written, lambda i: token_text(loaded.tokenizer, i), json)
-    return 0 if compared(record, written) is None else 1
+    difference = compared(outputs, written)
+    _tell(outputs, difference, changed, lambda i: token_text(loaded.tokenizer, i), json)
+    return 0 if difference is None else 1
 
 
-def compared(record: Mapping[str, Any], written: Written) -> Difference | None:
+def compared(outputs: Sequence[Mapping[str, Any]], written: Written) -> Difference | None:
     """The first difference from the recorded outputs, if there is one. An output that was cancelled may be longer."""
-    for i, output in enumerate(record["outputs"]):
+    for i, output in enumerate(outputs):
         now = written.texts[i].tokens if i < len(written.texts) else []
-        then = output["tokens"]
         if output["finish"] == CANCELLED:
-            now = now[: len(then)]
-        for t in range(max(len(then), len(now))):
-            pair = [x[t] if t < len(x) else None for x in (then, now)]
-            if pair[0] != pair[1]:
-                margins = [float(output["margins"][t]) if pair[0] is not None else None]
-                margins.append(float(numbers(written.out.margin[i, t : t + 1])[0]) if pair[1] is not None else None)
-                return Difference(i, t, pair[0], pair[1], *margins)
+            now = now[: len(output["tokens"])]
+        if (found := first_difference(output["tokens"], now)) is not None:
+            at, then, got = found
+            before = None if then is None else float(output["margins"][at])
+            after = None if got is None else float(numbers(written.out.margin[i, at : at + 1])[0])
+            return Difference(i, at, then, got, before, after)
     return None
 
 
-def _tell(record: Mapping[str, Any], written: Written, text_of: Callable[[int], str], json: bool) -> None:
-    difference, now = compared(record, written), versions()
-    changed = {k: [v, now.get(k)] for k, v in record.get("versions", {}).items() if now.get(k) != v}
-    tokens = sum(len(output["tokens"]) for output in record["outputs"])
+def _tell(
+    outputs: Sequence[Mapping[str, Any]],
+    difference: Difference | None,
+    changed: Mapping[str, Any],
+    text_of: Callable[[int], str],
+    json: bool,
+) -> None:
+    tokens = sum(len(output["tokens"]) for output in outputs)
     if json:
         found = None
         if difference is not None:
@@ -136,10 +142,9 @@ def _tell(record: Mapping[str, Any], written: Written, text_of: Callable[[int], 
         told = {"same": difference is None, "tokens": tokens, "difference": found, "versions_changed": changed}
         show(json_text.dumps(told, ensure_ascii=False) + "\n")
         return
-    for name, (then, here) in changed.items():
-        typer.echo(f"{name}: {then} in the record, {here} here", err=True)
+    tell_versions(changed)
     if difference is None:
-        show(f"the same: {tokens} tokens of {len(record['outputs'])} outputs\n")
+        show(f"the same: {tokens} tokens of {len(outputs)} outputs\n")
         return
     recorded, got = (
         "none" if i is None else f"{i} {json_text.dumps(text_of(i), ensure_ascii=False)}"

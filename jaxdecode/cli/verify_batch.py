@@ -7,18 +7,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
+
 from jaxdecode.cli.batch import Asked, Batch
 from jaxdecode.cli.batch_files import digest
 from jaxdecode.cli.batch_records import written
 from jaxdecode.cli.choices import Request, numbers, token_text
-from jaxdecode.cli.record import check_files, check_hash, described_files, versions
+from jaxdecode.cli.record import (
+    changed_versions,
+    check_files,
+    check_hash,
+    described_files,
+    expecting_fields,
+    first_difference,
+)
 from jaxdecode.cli.terminal import Progress, deferred_interrupt, show
 
 if TYPE_CHECKING:
     from jaxdecode import engine
     from jaxdecode.cli.batch_lines import Line
 
-__all__ = ["verify_batch"]
+__all__ = ["tell_versions", "verify_batch"]
 
 
 class _Difference(NamedTuple):
@@ -47,7 +56,8 @@ class _Nothing:
 
 
 class _Replay(Batch):
-    """A batch that compares each answer with what was written. ``then``: the outputs' tokens, by the id's digest."""
+    """A batch that compares each answer with what was written. ``then``: the outputs' tokens, by the id's digest;
+    what is left of them at the end has no answer any more."""
 
     then: dict[int, list[list[int]]]
     difference: _Difference | None = None
@@ -56,15 +66,15 @@ class _Replay(Batch):
     def _answer(self, line: Line, result: engine.Result) -> None:
         assert result.out is not None
         rows = written(self._loaded.tokenizer, line, result.out)
-        then = self.then.get(digest(line.id), [])
+        then = self.then.pop(digest(line.id), [])
         self.lines += 1
         for i in range(max(len(then), len(rows.texts))):
             before, now = (x[i] if i < len(x) else [] for x in (then, [text.tokens for text in rows.texts]))
             self.tokens += len(before)
-            at = next((t for t in range(max(len(before), len(now))) if before[t : t + 1] != now[t : t + 1]), None)
-            if at is None or (self.difference is not None and self.difference.line <= line.number):
+            found = first_difference(before, now)
+            if found is None or (self.difference is not None and self.difference.line <= line.number):
                 continue
-            recorded, got = (x[at] if at < len(x) else None for x in (before, now))
+            at, recorded, got = found
             margin = None if got is None else float(rows.out.margin[i, at])
             self.difference = _Difference(line.number, line.id, i, at, recorded, got, margin)
 
@@ -85,17 +95,19 @@ def verify_batch(record: Mapping[str, Any], progress: Progress, *, json: bool) -
     """Replay a batch and tell what differs. Returns the exit code. ValueError, OSError: it cannot be repeated."""
     import jaxdecode
 
-    check_files(record, progress)
-    for name in ("input", "output"):
-        file = record[name]
-        (now,) = described_files([Path(file["path"])], progress)
-        check_hash(f"{name}: {file['path']}", file["sha256"], now["sha256"])
-    run = dict(record["run"])
-    shard, in_order = tuple(run.pop("shard")), run.pop("order") == "input"
-    source, target = record["input"]["path"], record["output"]["path"]
-    asked = Asked(source, target, run.pop("slots"), shard, in_order, False, run.pop("share_prefixes"))
-    more: dict[str, Any] = {"record": None, "json": True, "stream": False, "compile_cache": True}
-    request = Request(**{**run, "stops": tuple(run["stops"])}, **more)
+    with expecting_fields():
+        changed = changed_versions(record)
+        check_files(record, progress)
+        for name in ("input", "output"):
+            file = record[name]
+            (now,) = described_files([Path(file["path"])], progress)
+            check_hash(f"{name}: {file['path']}", file["sha256"], now["sha256"])
+        run = dict(record["run"])
+        shard, in_order = tuple(run.pop("shard")), run.pop("order") == "input"
+        source, target = record["input"]["path"], record["output"]["path"]
+        asked = Asked(source, target, run.pop("slots"), shard, in_order, False, run.pop("share_prefixes"))
+        more: dict[str, Any] = {"record": None, "json": True, "stream": False, "compile_cache": True}
+        request = Request(**{**run, "stops": tuple(run["stops"])}, **more)
     loaded = jaxdecode.load(request.model, **request.loading, progress=progress)
     work = _Replay(asked, request, loaded, Path(source), _Nothing(), progress)
     work.then = dict(_outputs(Path(target)))
@@ -104,22 +116,32 @@ def verify_batch(record: Mapping[str, Any], progress: Progress, *, json: bool) -
         if interrupted():
             return 130
     progress.stop()
-    _tell(record, work, lambda i: json_text.dumps(token_text(loaded.tokenizer, i), ensure_ascii=False), json)
-    return 0 if work.difference is None else 1
+    _tell(changed, work, lambda i: json_text.dumps(token_text(loaded.tokenizer, i), ensure_ascii=False), json)
+    return int(work.difference is not None or bool(work.then))
 
 
-def _tell(record: Mapping[str, Any], work: _Replay, text_of: Any, json: bool) -> None:
-    here, found = versions(), work.difference
-    changed = {k: [v, here.get(k)] for k, v in record["versions"].items() if here.get(k) != v}
+def tell_versions(changed: Mapping[str, Any]) -> None:
+    """What is not as it was when the record was written, on stderr."""
+    for name, (then, here) in changed.items():
+        typer.echo(f"{name}: {then} in the record, {here} here", err=True)
+
+
+def _tell(changed: Mapping[str, Any], work: _Replay, text_of: Any, json: bool) -> None:
+    found, lost = work.difference, len(work.then)
     if json:
         margin = None if found is None or found.margin_now is None else numbers([found.margin_now])[0]
         difference = None if found is None else {**found._asdict(), "margin_now": margin}
-        told = {"same": found is None, "lines": work.lines, "tokens": work.tokens, "difference": difference}
-        show(json_text.dumps({**told, "versions_changed": changed}, ensure_ascii=False) + "\n")
-    elif found is None:
-        show(f"the same: {work.tokens} tokens of {work.lines} lines\n")
-    else:
+        counts = {"lines": work.lines, "lost": lost, "tokens": work.tokens}
+        told = {"same": found is None and not lost, **counts, "difference": difference, "versions_changed": changed}
+        show(json_text.dumps(told, ensure_ascii=False) + "\n")
+        return
+    tell_versions(changed)
+    if lost:
+        show(f"different: {lost} lines that have an answer in the record have none now\n")
+    if found is not None:
         then, now = ("none" if i is None else f"{i} {text_of(i)}" for i in (found.recorded, found.got))
         margin = "" if found.margin_now is None else f"; margin now {found.margin_now:.6g}"
         where = f"line {found.line} ({found.id}), output {found.output + 1}, token {found.token + 1}"
         show(f"different: {where}: {then} in the record, {now} now{margin}\n")
+    elif not lost:
+        show(f"the same: {work.tokens} tokens of {work.lines} lines\n")
