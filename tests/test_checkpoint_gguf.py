@@ -15,8 +15,8 @@ import tiny_gguf
 from tiny_gguf import KINDS, Tiny, quantized, tiny, write
 
 from jaxdecode.checkpoint import gguf_file
+from jaxdecode.checkpoint.gguf_checkpoint import read_gguf_checkpoint
 from jaxdecode.checkpoint.gguf_file import GgufFile, GgufTensor, dequantized_rows, read_gguf
-from jaxdecode.checkpoint.gguf_llama import read_llama_gguf
 from jaxdecode.checkpoint.source import Checkpoint
 
 
@@ -28,7 +28,7 @@ def values(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", [KINDS.F32, KINDS.F16, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0, KINDS.Q4_1, KINDS.Q5_1])
 def test_every_param_is_the_hugging_face_one(tmp_path: Path, kind: gguf.GGMLQuantizationType, tied: bool) -> None:
     model = tiny(tied=tied, matrices=kind)
-    checkpoint = read_llama_gguf(write(tmp_path / "m.gguf", model))
+    checkpoint = read_gguf_checkpoint(write(tmp_path / "m.gguf", model))
     got = values(checkpoint)
     assert checkpoint.config.tied is tied
     expected = {"embed": ["token_embd"], "norm": ["output_norm"]} | ({} if tied else {"head": ["output"]})
@@ -48,7 +48,7 @@ def test_every_param_is_the_hugging_face_one(tmp_path: Path, kind: gguf.GGMLQuan
 
 
 def test_config_is_what_the_fields_say(tmp_path: Path) -> None:
-    config = read_llama_gguf(write(tmp_path / "m.gguf", tiny())).config
+    config = read_gguf_checkpoint(write(tmp_path / "m.gguf", tiny())).config
     got = (config.vocab_size, config.d_model, config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim)
     assert got == (len(tiny_gguf.TOKENS), 64, 2, 4, 2, 16)
     assert (config.d_mlp, config.context_length, config.rope_theta) == (96, 128, 10000.0)
@@ -59,13 +59,13 @@ def test_config_is_what_the_fields_say(tmp_path: Path) -> None:
 def test_rope_divisors_of_llama_3_1_are_kept(tmp_path: Path) -> None:
     freqs = np.linspace(1, 8, tiny_gguf.HEAD_DIM // 2, dtype=np.float32)
     path = write(tmp_path / "m.gguf", tiny(), lambda m: m.tensors.update({"rope_freqs.weight": freqs}))
-    assert read_llama_gguf(path).config.rope_freqs == tuple(freqs.tolist())
+    assert read_gguf_checkpoint(path).config.rope_freqs == tuple(freqs.tolist())
 
 
 def test_linear_rope_scaling_is_one_divisor_for_all(tmp_path: Path) -> None:
     fields = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     path = write(tmp_path / "m.gguf", tiny(), lambda m: m.fields.update(fields))
-    assert read_llama_gguf(path).config.rope_freqs == (4.0,) * 8
+    assert read_gguf_checkpoint(path).config.rope_freqs == (4.0,) * 8
 
 
 def put(key: str, value: Any) -> Callable[[Tiny], None]:
@@ -129,7 +129,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, case: str) -> 
     change, message = UNSUPPORTED[case]
     path = write(tmp_path / "m.gguf", tiny(), change)
     with pytest.raises(ValueError, match=message) as caught:
-        read_llama_gguf(path)
+        read_gguf_checkpoint(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -144,7 +144,7 @@ def refused(path: Path, data: bytes) -> str:
     path.write_bytes(data)
     start = time.monotonic()
     with pytest.raises(ValueError, match="expected") as caught:
-        read_llama_gguf(path)
+        read_gguf_checkpoint(path)
     assert time.monotonic() - start < 30  # a hang, not a measurement
     assert str(path) in str(caught.value)
     return str(caught.value)
@@ -216,7 +216,7 @@ def test_flipped_bytes_give_a_value_error_or_a_sound_header(tmp_path: Path, soun
         path.write_bytes(data)
         error = str(path)
         try:
-            assert read_llama_gguf(path).config.d_model == tiny_gguf.D
+            assert read_gguf_checkpoint(path).config.d_model == tiny_gguf.D
         except ValueError as caught:
             error = str(caught)
         assert str(path) in error

@@ -13,7 +13,7 @@ import tiny_gguf
 from tiny_gguf import KINDS, Tiny, tiny, write
 
 from jaxdecode.checkpoint import load
-from jaxdecode.checkpoint.gguf_llama import part_paths, read_llama_gguf
+from jaxdecode.checkpoint.gguf_checkpoint import part_paths, read_gguf_checkpoint
 from jaxdecode.models.transformer import RopeScaling, TransformerConfig, frequencies
 
 
@@ -34,7 +34,7 @@ def config_of(folder: Path, **fields: Any) -> TransformerConfig:
             if value is not None:
                 model.fields[name] = value
 
-    return read_llama_gguf(write(folder / "m.gguf", tiny(), change)).config
+    return read_gguf_checkpoint(write(folder / "m.gguf", tiny(), change)).config
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
@@ -113,9 +113,11 @@ def test_the_divisors_of_llama_3_1_are_its_rule(tmp_path: Path) -> None:
         model.fields["llama.rope.freq_base"] = 500000.0
         model.tensors["rope_freqs.weight"] = divisors
 
-    assert read_llama_gguf(write(tmp_path / "m.gguf", tiny(), change)).config == scaled
+    assert read_gguf_checkpoint(write(tmp_path / "m.gguf", tiny(), change)).config == scaled
     divisors = divisors * np.linspace(1, 1.001, 8, dtype=np.float32)  # nearly: kept as they are
-    assert read_llama_gguf(write(tmp_path / "m.gguf", tiny(), change)).config.rope_freqs == tuple(divisors.tolist())
+    assert read_gguf_checkpoint(write(tmp_path / "m.gguf", tiny(), change)).config.rope_freqs == tuple(
+        divisors.tolist()
+    )
 
 
 def split(folder: Path, *, count: int = 3, change: Callable[[int, Tiny], None] = lambda i, part: None) -> Path:

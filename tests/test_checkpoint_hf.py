@@ -16,8 +16,8 @@ import safetensors.numpy
 import tiny_hf
 from tiny_hf import Tiny, tiny, write
 
-from jaxdecode.checkpoint import converted, hf_llama, load
-from jaxdecode.checkpoint.hf_llama import read_llama_directory
+from jaxdecode.checkpoint import converted, hf_directory, load
+from jaxdecode.checkpoint.hf_directory import read_hf_directory
 from jaxdecode.models.transformer import RopeScaling
 
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "tiny_hf.json").read_text())["variants"]
@@ -91,7 +91,7 @@ def test_second_load_opens_the_converted_copy_alone(
 ) -> None:
     folder = write(tmp_path / "model", tiny(), lambda m: m.texts.update({"generation_config.json": SAMPLING}))
     first = load(folder)
-    monkeypatch.setattr(hf_llama, "read_llama_directory", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr(hf_directory, "read_hf_directory", lambda path: pytest.fail("read again"))
     second = load(str(folder))
     assert second.model is first.model
     assert second.generation == first.generation
@@ -118,8 +118,8 @@ def test_a_change_of_any_file_is_seen(tmp_path: Path, name: str) -> None:
 
 
 def test_conversion_is_bounded_by_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_llama, "_BLOCK_VALUES", 640)
-    checkpoint = read_llama_directory(write(tmp_path / "model", tiny()))
+    monkeypatch.setattr(hf_directory, "_BLOCK_VALUES", 640)
+    checkpoint = read_hf_directory(write(tmp_path / "model", tiny()))
     for param in checkpoint.params:
         blocks = list(param.blocks())
         assert max(block.size for block in blocks) <= 640
@@ -380,7 +380,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a memory map can be used as it is on a CPU alone")
 def test_only_aligned_neighbours_of_the_dtype_are_mapped(tmp_path: Path) -> None:
-    checkpoint = read_llama_directory(write(tmp_path / "model", tiny()))
+    checkpoint = read_hf_directory(write(tmp_path / "model", tiny()))
     assert (
         converted.mapped(checkpoint, np.dtype(np.float32)) is None
     )  # the safetensors package neither aligns nor joins

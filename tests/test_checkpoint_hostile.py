@@ -16,8 +16,8 @@ import tiny_gguf
 import tiny_hf
 
 from jaxdecode.checkpoint import converted, load
-from jaxdecode.checkpoint.gguf_llama import read_llama_gguf
-from jaxdecode.checkpoint.hf_llama import read_llama_directory
+from jaxdecode.checkpoint.gguf_checkpoint import read_gguf_checkpoint
+from jaxdecode.checkpoint.hf_directory import read_hf_directory
 from jaxdecode.text.backend import open_tokenizer
 
 JSON_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 def attempt(path: Path) -> str | None:
     """Open the checkpoint as ``load`` does, without its weights; the error, if that is one that it may give."""
     try:
-        checkpoint = read_llama_directory(path) if path.is_dir() else read_llama_gguf(path)
+        checkpoint = read_hf_directory(path) if path.is_dir() else read_gguf_checkpoint(path)
         tokenizer = open_tokenizer(checkpoint.vocabulary, str(path))
         tokenizer.encode("the land <|im_end|> \u00e9 1")
     except (ValueError, FileNotFoundError) as error:

@@ -19,7 +19,16 @@ import tiny_gguf
 from tiny_gguf import KINDS, quantized, tiny, write
 
 import jaxdecode
-from jaxdecode.checkpoint import CATALOGUE, Loaded, catalogue, converted, gguf_file, gguf_llama, load, safetensors_file
+from jaxdecode.checkpoint import (
+    CATALOGUE,
+    Loaded,
+    catalogue,
+    converted,
+    gguf_checkpoint,
+    gguf_file,
+    load,
+    safetensors_file,
+)
 from jaxdecode.models import toy
 
 
@@ -73,7 +82,7 @@ def test_params_have_the_dtype_and_the_values(path: Path, dtype: Any) -> None:
 
 def test_second_load_opens_the_converted_copy_alone(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load(str(path))
-    monkeypatch.setattr(gguf_llama, "read_llama_gguf", no_reading)
+    monkeypatch.setattr(gguf_checkpoint, "read_gguf_checkpoint", no_reading)
     second = load(path)
     assert equal(first, second)
     assert second.model is first.model
@@ -130,11 +139,11 @@ def test_a_conversion_that_dies_leaves_no_copy(path: Path, cache: Path, monkeypa
         raise Killed
 
     original = gguf_file.dequantized_rows
-    monkeypatch.setattr(gguf_llama, "dequantized_rows", dies)
+    monkeypatch.setattr(gguf_checkpoint, "dequantized_rows", dies)
     with pytest.raises(Killed):
         load(path)
     assert copies(cache) == []
-    monkeypatch.setattr(gguf_llama, "dequantized_rows", original)
+    monkeypatch.setattr(gguf_checkpoint, "dequantized_rows", original)
     load(path)
     assert len(copies(cache)) == 1
 

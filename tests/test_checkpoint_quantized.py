@@ -16,7 +16,7 @@ from cli_tools import assert_bad, call
 from tiny_gguf import KINDS, tiny, write
 
 import jaxdecode as jd
-from jaxdecode.checkpoint import converted, gguf_llama, hf_llama, safetensors_file
+from jaxdecode.checkpoint import converted, gguf_checkpoint, hf_directory, safetensors_file
 from jaxdecode.models.counts import param_bytes
 
 SCHEMES: list[Any] = ["int8", "int8_weights", "int4"]
@@ -57,7 +57,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
         return found, metadata
 
     monkeypatch.setattr(converted, "read_safetensors", spy)
-    monkeypatch.setattr(hf_llama, "read_safetensors", spy)
+    monkeypatch.setattr(hf_directory, "read_safetensors", spy)
     return arrays
 
 
@@ -96,7 +96,7 @@ def test_the_range_of_a_scheme_is_kept_apart(path: Path, cache: Path) -> None:
 
 def test_a_second_load_reads_no_float(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = jd.load(path, quantize="int8")
-    monkeypatch.setattr(gguf_llama, "read_llama_gguf", None)
+    monkeypatch.setattr(gguf_checkpoint, "read_gguf_checkpoint", None)
     assert_same(jd.load(path, quantize="int8").params, first.params)
     (folder,) = (cache / "checkpoints").iterdir()
     floats = 4 * sum(leaf.size for leaf in jax.tree.leaves(jd.dequantize(first.params)))

@@ -27,6 +27,11 @@ def _attention(hidden: int = D) -> dict[str, tuple[int, ...]]:
 
 
 _HEAD_NORMS = {"self_attn.q_norm.weight": (HEAD,), "self_attn.k_norm.weight": (HEAD,)}
+_BIASES = {
+    "self_attn.q_proj.bias": (HEADS * HEAD,),
+    "self_attn.k_proj.bias": (KV * HEAD,),
+    "self_attn.v_proj.bias": (KV * HEAD,),
+}
 _MLP = {"mlp.gate_proj.weight": (MLP, D), "mlp.up_proj.weight": (MLP, D), "mlp.down_proj.weight": (D, MLP)}
 _TWO = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
 _AFTER = {"post_attention_layernorm.weight": (D,), "post_feedforward_layernorm.weight": (D,)}
@@ -50,6 +55,9 @@ def _both(shapes: dict[str, tuple[int, ...]], outputs: int) -> dict[str, tuple[i
 # architecture -> model_type, the tensors outside the layers (0: the vocabulary), of a layer and what stands before it
 _SHAPES: dict[str, tuple[str, dict[str, tuple[int, ...]], str, dict[str, tuple[int, ...]]]] = {
     "LlamaForCausalLM": ("llama", _WHOLE, "model.layers.{}.", {**_attention(), **_MLP, **_TWO}),
+    "MistralForCausalLM": ("mistral", _HEADED, "model.layers.{}.", {**_attention(), **_MLP, **_TWO}),
+    "Qwen2ForCausalLM": ("qwen2", _WHOLE, "model.layers.{}.", {**_attention(), **_BIASES, **_MLP, **_TWO}),
+    "Qwen3ForCausalLM": ("qwen3", _HEADED, "model.layers.{}.", {**_attention(), **_HEAD_NORMS, **_MLP, **_TWO}),
     "Gemma2ForCausalLM": ("gemma2", _WHOLE, "model.layers.{}.", {**_attention(), **_MLP, **_FOUR}),
     "Gemma3ForCausalLM": ("gemma3_text", _WHOLE, "model.layers.{}.", {**_attention(), **_MLP, **_FOUR, **_HEAD_NORMS}),
     "Phi3ForCausalLM": (
@@ -177,10 +185,20 @@ _SIZES = {
 _OWN_SIZES = {"GPT2LMHeadModel": _GPT_SIZES, "GPTNeoXForCausalLM": _NEOX_SIZES}
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": WINDOW, "layer_types": LAYER_TYPES}
+_LLAMA3 = {"rope_type": "llama3", **tiny_hf.LLAMA3}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 # Models whose logits transformers has computed (tests/goldens/families.json): fields of config.json, "architectures"
 # among them.
 VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "llama, linear": {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_scaling": {"rope_type": "linear", "factor": 2.5},
+    },
+    "llama 3": {"architectures": ["LlamaForCausalLM"], "rope_theta": 500000.0, "rope_scaling": _LLAMA3},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": WINDOW},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": WINDOW},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "use_sliding_window": False},
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         **_GEMMA,
@@ -245,7 +263,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "dynamic", "factor": 3.0},
     },
 }
-TIED = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel")
+TIED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel")
 # Two rows of unequal lengths, both beyond every window; logits are kept of some positions of each.
 PROMPTS = [[5, 200, 3, 77, 140, 260, 9, 9, 31, 8] * 6, [250, 4, 4, 100, 7, 66, 180, 20, 11, 254, 90] * 4]
 POSITIONS = [(0, 12, 13, 31, 32, 59), (0, 5, 14, 29, 40, 43)]

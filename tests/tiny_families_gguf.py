@@ -13,6 +13,9 @@ from tiny_families import CONTEXT, EXPERTS, HEAD, HEADS, KV, LAYERS, MLP
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
@@ -103,6 +106,8 @@ def tiny(name: str) -> tiny_gguf.Tiny:
         scaling = model.config["rope_scaling"]
         for key in ("short", "long"):
             tensors[f"rope_factors_{key}.weight"] = np.array(scaling[f"{key}_factor"], np.float32)
+    if model.config.get("rope_scaling", {}).get("rope_type") == "llama3":
+        tensors["rope_freqs.weight"] = _llama3(model.config["rope_theta"], **model.config["rope_scaling"])
     return tiny_gguf.Tiny(_fields(kind, model.config) | _tokenizer(model.tokenizer), tensors, {})
 
 
@@ -115,6 +120,21 @@ def _values(kind: str, source: str, values: np.ndarray) -> np.ndarray:
         by_head = values.reshape(HEADS, 3, -1, *values.shape[1:])
         return np.concatenate([by_head[:, i].reshape(-1, *values.shape[1:]) for i in range(3)])
     return values
+
+
+def _llama3(
+    theta: float,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+    **_: Any,
+) -> np.ndarray:
+    """What the frequencies are divided by: nothing for short waves, the factor for long ones."""
+    waves = 2 * math.pi * theta ** (np.arange(0, HEAD, 2) / HEAD)
+    part = (original_max_position_embeddings / waves - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    part = np.clip(part, 0, 1)
+    return (1 / ((1 - part) / factor + part)).astype(np.float32)
 
 
 def _fields(kind: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -138,8 +158,7 @@ def _fields(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     if arch == "gemma2":
         fields |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
     if arch == "gemma3":
-        scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": config["rope_scaling"]["factor"]}
-        fields |= {"rope.freq_base_swa": config["rope_local_base_freq"], **scaling}
+        fields |= {"rope.freq_base_swa": config["rope_local_base_freq"]}
     if arch == "phi3":
         original, context = config["original_max_position_embeddings"], CONTEXT
         scale = math.sqrt(1 + math.log(context / original) / math.log(original))
@@ -152,9 +171,10 @@ def _fields(kind: str, config: dict[str, Any]) -> dict[str, Any]:
         fields |= {"expert_count": EXPERTS, "expert_used_count": config["num_experts_per_tok"]}
     if arch == "qwen3moe":
         fields["expert_feed_forward_length"] = MLP
-    if kind == "LlamaForCausalLM":
-        scaling = config["rope_scaling"]
-        fields |= {"rope.scaling.type": "yarn", "rope.scaling.factor": scaling["factor"]}
+    scaling = config.get("rope_scaling", {})
+    if scaling.get("rope_type") in ("yarn", "linear"):
+        fields |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": scaling["factor"]}
+    if scaling.get("rope_type") == "yarn":
         fields["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
     return {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in fields.items()}
 

@@ -120,17 +120,17 @@ class Source(NamedTuple):
 
 def find(source: str | os.PathLike[str], progress: Progress) -> Source:
     """Where a source of ``load`` (but "toy") lies, downloaded if it is not here; the errors are those of ``load``."""
-    from jaxdecode.checkpoint.gguf_llama import part_paths, read_llama_gguf
+    from jaxdecode.checkpoint.gguf_checkpoint import part_paths, read_gguf_checkpoint
 
     if isinstance(source, str) and source in CATALOGUE:
         path = CATALOGUE[source].fetch(progress)
-        return Source(path, [path], read_llama_gguf)
+        return Source(path, [path], read_gguf_checkpoint)
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             got = "a folder" if path.is_dir() else "nothing there"
             raise FileNotFoundError(f"{path}: expected a .gguf file, got {got}")
-        return Source(path, [part for part in part_paths(path) if part.is_file()], read_llama_gguf)
+        return Source(path, [part for part in part_paths(path) if part.is_file()], read_gguf_checkpoint)
     if path.is_dir():
         return _directory(path)
     if isinstance(source, str):
@@ -144,9 +144,9 @@ def find(source: str | os.PathLike[str], progress: Progress) -> Source:
 
 
 def _directory(folder: Path) -> Source:
-    from jaxdecode.checkpoint.hf_llama import read_llama_directory, source_files
+    from jaxdecode.checkpoint.hf_directory import read_hf_directory, source_files
 
-    return Source(folder, source_files(folder), read_llama_directory)
+    return Source(folder, source_files(folder), read_hf_directory)
 
 
 def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress: Progress) -> Copy:

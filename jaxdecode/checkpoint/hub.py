@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxdecode.checkpoint.converted import Progress
 from jaxdecode.checkpoint.fields import is_offline
-from jaxdecode.checkpoint.hf_llama import CONFIG, GENERATION, INDEX, WEIGHTS, weight_files
+from jaxdecode.checkpoint.hf_directory import CONFIG, GENERATION, INDEX, WEIGHTS, weight_files
 from jaxdecode.checkpoint.hf_tokenizer import TOKENIZER, TOKENIZER_FILES
 from jaxdecode.checks import require, shorten
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxdecode.checkpoint.converted import Progress, sync_folder, write_text
 from jaxdecode.checkpoint.hf_config import config_to_json, family_of
+from jaxdecode.checkpoint.hf_directory import CONFIG, GENERATION, INDEX, WEIGHTS
 from jaxdecode.checkpoint.hf_families import FAMILIES
-from jaxdecode.checkpoint.hf_llama import CONFIG, GENERATION, INDEX, WEIGHTS
 from jaxdecode.checkpoint.hf_tokenizer import tokenizer_files
 from jaxdecode.checkpoint.quantized import OURS, described, entries_of
 from jaxdecode.checkpoint.safetensors_file import Entry, write_safetensors

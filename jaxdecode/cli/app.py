@@ -49,6 +49,12 @@ CacheDtypeName = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 CacheDtype = Annotated[
     CacheDtypeName | None, typer.Option(help="Type of keys and values in the cache; as the weights if not given.")
 ]
+ContextLength = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Tokens of the longest text, prompt and output; as the file says if not given."
+    ),
+]
 NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")
 ]
@@ -144,6 +150,7 @@ def generate(
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
+    context_length: ContextLength = None,
     draft_model: Annotated[
         str | None,
         typer.Option(
@@ -206,6 +213,7 @@ def generate(
         compile_cache=not no_compile_cache,
         draft=Draft(draft_model, draft_quantize, draft_length),
         cache_dtype=cache_dtype,
+        context_length=context_length,
     )
     raise typer.Exit(run(prompt, request))
 
@@ -234,6 +242,7 @@ def chat(
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
+    context_length: ContextLength = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Talk with a model, turn by turn.
@@ -252,7 +261,7 @@ def chat(
         "seed": seed,
         **more,
     }
-    how: Any = {"dtype": dtype, "quantize": quantize, "cache_dtype": cache_dtype}
+    how: Any = {"dtype": dtype, "quantize": quantize, "cache_dtype": cache_dtype, "context_length": context_length}
     code = run(model, compile_cache=not no_compile_cache, system=system, numbers=numbers, json=json, **how)
     raise typer.Exit(code)
 
@@ -269,6 +278,7 @@ def inspect(
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
+    context_length: ContextLength = None,
     slots: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Tell the memory of `jaxdecode batch` with N slots too.")
     ] = None,
@@ -285,7 +295,8 @@ def inspect(
     from jaxdecode.cli.inspection import run
 
     batch = None if slots is None else Run(slots, longest_prompt, max_new_tokens)
-    raise typer.Exit(run(model, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, batch=batch, json=json))
+    how: Any = {"dtype": dtype, "quantize": quantize, "cache_dtype": cache_dtype, "context_length": context_length}
+    raise typer.Exit(run(model, **how, batch=batch, json=json))
 
 
 @app.command(
@@ -314,6 +325,7 @@ def bench(
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
+    context_length: ContextLength = None,
     compile_cache: Annotated[
         bool, typer.Option("--compile-cache", help="Take compiled programs from the cache; else each is compiled.")
     ] = False,
@@ -339,6 +351,7 @@ def bench(
         dtype=dtype,
         quantize=quantize,
         cache_dtype=cache_dtype,
+        context_length=context_length,
         compile_cache=compile_cache,
         json=json,
     )

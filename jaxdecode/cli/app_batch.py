@@ -8,6 +8,7 @@ import typer
 
 from jaxdecode.cli.app import (
     CacheDtype,
+    ContextLength,
     Dtype,
     MaxNewTokens,
     MinP,
@@ -89,6 +90,7 @@ def batch(
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
+    context_length: ContextLength = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Answer every line of a file.
@@ -121,6 +123,7 @@ def batch(
         stream=False,
         compile_cache=not no_compile_cache,
         cache_dtype=cache_dtype,
+        context_length=context_length,
     )
     asked = Asked(
         source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant, record

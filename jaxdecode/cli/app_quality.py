@@ -9,6 +9,7 @@ import typer
 from jaxdecode.cli.app import (
     MODEL_HELP,
     CacheDtype,
+    ContextLength,
     Dtype,
     NoCompileCache,
     Quantize,
@@ -54,6 +55,7 @@ def evaluate(
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
+    context_length: ContextLength = None,
     no_compile_cache: NoCompileCache = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")] = False,
 ) -> None:
@@ -75,6 +77,7 @@ def evaluate(
         dtype=dtype,
         quantize=quantize,
         cache_dtype=cache_dtype,
+        context_length=context_length,
         compile_cache=not no_compile_cache,
         json=json,
     )

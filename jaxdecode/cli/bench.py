@@ -39,6 +39,7 @@ class Asked(NamedTuple):
     dtype: str
     quantize: Scheme | None
     cache_dtype: str | None
+    context_length: int | None
     compile_cache: bool
     json: bool
 
@@ -70,6 +71,7 @@ def run(asked: Asked) -> int:
     how = {
         "quantize": asked.quantize,
         "cache_dtype": asked.cache_dtype,
+        "context_length": asked.context_length,
         "threads": _threads(),
         "runs": asked.runs,
         "versions": versions(),
@@ -109,7 +111,7 @@ def _load(asked: Asked, scheme: Scheme | None, progress: Progress) -> Loaded:
     import jaxdecode
 
     how: Any = {"dtype": asked.dtype, "quantize": scheme or asked.quantize, "cache_dtype": asked.cache_dtype}
-    return jaxdecode.load(asked.model, **how, progress=progress)
+    return jaxdecode.load(asked.model, **how, context_length=asked.context_length, progress=progress)
 
 
 def _threads() -> int:

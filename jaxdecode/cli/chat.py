@@ -22,6 +22,7 @@ def run(
     dtype: str,
     quantize: Scheme | None,
     cache_dtype: str | None,
+    context_length: int | None,
     system: str | None,
     numbers: dict[str, Any],
     json: bool,
@@ -45,7 +46,8 @@ def run(
         with bad_input():
             check_numbers(numbers)
             sources = constraining.read(given)
-            loaded = jaxdecode.load(model, dtype=dtype, quantize=quantize, cache_dtype=cache_dtype, progress=progress)
+            how: Any = {"dtype": dtype, "quantize": quantize, "cache_dtype": cache_dtype}
+            loaded = jaxdecode.load(model, **how, context_length=context_length, progress=progress)
             constraint = constraining.compiled(loaded, sources, progress)
             loaded.tokenizer.chat([{"role": "user", "content": "?"}])  # no template: better told now
     finally:

@@ -65,11 +65,13 @@ class Request(NamedTuple):
     compile_cache: bool
     draft: Draft = Draft()
     cache_dtype: str | None = None
+    context_length: int | None = None
 
     @property
     def loading(self) -> dict[str, Any]:
         """How a model is loaded: arguments of ``jaxdecode.load``."""
-        return {"dtype": self.dtype, "quantize": self.quantize, "cache_dtype": self.cache_dtype}
+        names = ("dtype", "quantize", "cache_dtype", "context_length")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def several(self) -> int | None:

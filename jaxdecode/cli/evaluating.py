@@ -35,6 +35,7 @@ class Asked(NamedTuple):
     dtype: str
     quantize: Any
     cache_dtype: str | None
+    context_length: int | None
     compile_cache: bool
     json: bool
 
@@ -52,7 +53,8 @@ def run(asked: Asked) -> int:
 
         with bad_input():
             target = None if asked.table is None else check_target(asked.table)
-            how: Any = {"dtype": asked.dtype, "cache_dtype": asked.cache_dtype}
+            names = ("dtype", "cache_dtype", "context_length")
+            how: Any = {name: getattr(asked, name) for name in names}
             loaded = jaxdecode.load(asked.model, **how, quantize=asked.quantize, progress=progress)
             source = asked.model if asked.against is None and asked.quantize is not None else asked.against
             reference = None if source is None else jaxdecode.load(source, **how, progress=progress)
@@ -69,6 +71,7 @@ def run(asked: Asked) -> int:
         progress.stop()
     about = {"format": FORMAT, "version": VERSION, "model": asked.model, "dtype": asked.dtype}
     about |= {"quantize": None if asked.quantize is None else str(asked.quantize), "cache_dtype": asked.cache_dtype}
+    about |= {"context_length": asked.context_length}
     where = {"text": asked.text, "sha256": digest, "tokens": len(ids), "window": asked.window}
     where |= {"stride": asked.stride or asked.window, "against": source}
     told = {**about, **where, **described(found), "versions": versions()}

@@ -26,14 +26,21 @@ LOGITS_COPIES = 8  # arrays [V] in float32 that a step holds per row; compiled s
 
 
 def run(
-    model: str, *, dtype: str, quantize: Scheme | None, cache_dtype: str | None, batch: Run | None, json: bool
+    model: str,
+    *,
+    dtype: str,
+    quantize: Scheme | None,
+    cache_dtype: str | None,
+    context_length: int | None,
+    batch: Run | None,
+    json: bool,
 ) -> int:
     """Describe ``model``; only the head of its files is read, no weight. Returns the exit code."""
     progress = Progress()
     try:
         progress("reading")
         with bad_input():
-            found = describe(model, dtype, quantize, cache_dtype or dtype, progress)
+            found = describe(model, dtype, quantize, cache_dtype or dtype, context_length, progress)
             if batch is not None:
                 progress("running the toy")
                 found["batch"] = _batch(found, batch)
@@ -47,7 +54,12 @@ def run(
 
 
 def describe(
-    source: str, dtype: str, scheme: Scheme | None, cache_dtype: str, progress: Callable[..., None]
+    source: str,
+    dtype: str,
+    scheme: Scheme | None,
+    cache_dtype: str,
+    context_length: int | None,
+    progress: Callable[..., None],
 ) -> dict[str, Any]:
     """Everything the command tells, as JSON. ValueError, OSError, ImportError: no such model, or a damaged one."""
     import jax.numpy as jnp
@@ -57,10 +69,10 @@ def describe(
     from jaxdecode.checkpoint.converted import kept_scheme, stored_leaf
 
     if source == TOY:
-        return _describe_toy(dtype, scheme)
+        return _describe_toy(dtype, scheme, context_length)
     place = find(source, progress)
     checkpoint = place.read(place.path)
-    config = checkpoint.config
+    config = checkpoint.config if context_length is None else checkpoint.config.with_context(context_length)
     kept, kind = kept_scheme(checkpoint, scheme), jnp.dtype(dtype)
     params = [_param(p.name, stored_leaf(p, kind, kept, checkpoint.where).spec) for p in checkpoint.params]
     files = [{"file": path.name, "bytes": path.stat().st_size} for path in place.files]
@@ -76,10 +88,10 @@ def describe(
     }
 
 
-def _describe_toy(dtype: str, scheme: Scheme | None) -> dict[str, Any]:
+def _describe_toy(dtype: str, scheme: Scheme | None, context_length: int | None) -> dict[str, Any]:
     import jaxdecode
 
-    loaded = jaxdecode.load("toy", dtype=dtype, quantize=scheme)
+    loaded = jaxdecode.load("toy", dtype=dtype, quantize=scheme, context_length=context_length)
     table_of_logits = _param("table", loaded.params)
     return {
         "model": "toy",

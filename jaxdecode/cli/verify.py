@@ -49,6 +49,7 @@ def request_of(record: Mapping[str, Any]) -> Request:
             dtype=model["dtype"],
             quantize=model["quantize"],
             cache_dtype=model["cache_dtype"],
+            context_length=model.get("context_length"),
             chat=prompt["chat"],
             system=prompt["system"],
             seed=record["seed"],

@@ -151,6 +151,8 @@ class TransformerConfig:
         least = self.context_length if self.positions == "learned" else 1
         ok = isinstance(length, int) and length >= least and (most is None or length <= most)
         expected = f"a whole number from {least}" + ("" if most is None else f" to {most}")
+        if self.positions == "learned":
+            expected = f"{least}, since positions are learned"
         checks.require(ok, "context_length", expected, length)
         return dataclasses.replace(self, context_length=length)
 

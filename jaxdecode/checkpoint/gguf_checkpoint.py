@@ -27,7 +27,7 @@ from jaxdecode.checks import require
 from jaxdecode.models.transformer import LongRope, RopeScaling, TransformerConfig, YarnScaling, frequencies
 from jaxdecode.text.gguf_vocab import gguf_vocabulary
 
-__all__ = ["part_paths", "read_llama_gguf"]
+__all__ = ["part_paths", "read_gguf_checkpoint"]
 
 _ROPE_FREQS = "rope_freqs.weight"
 _LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
@@ -85,7 +85,7 @@ def part_paths(path: Path) -> list[Path]:
     ]
 
 
-def read_llama_gguf(path: Path) -> Checkpoint:
+def read_gguf_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a GGUF file; its weights are read when their blocks are asked for.
 
     ValueError, naming file and field or tensor: damaged header, another architecture, a missing, surplus or misshapen

@@ -26,7 +26,7 @@ from jaxdecode.checkpoint.source import Checkpoint, Param, Part, named_shapes
 from jaxdecode.checks import require
 from jaxdecode.models.transformer import TransformerConfig
 
-__all__ = ["CONFIG", "GENERATION", "INDEX", "WEIGHTS", "read_llama_directory", "source_files", "weight_files"]
+__all__ = ["CONFIG", "GENERATION", "INDEX", "WEIGHTS", "read_hf_directory", "source_files", "weight_files"]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -51,7 +51,7 @@ def source_files(folder: Path) -> list[Path]:
     return sorted(path for pattern in _TEXTS for path in folder.glob(pattern) if path.is_file())
 
 
-def read_llama_directory(folder: Path) -> Checkpoint:
+def read_hf_directory(folder: Path) -> Checkpoint:
     """The checkpoint in a Hugging Face directory; its weights are read when their blocks are asked for.
 
     ValueError, naming file and field or tensor: damaged file, another architecture, a missing, surplus or misshapen
