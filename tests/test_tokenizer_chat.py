@@ -147,6 +147,17 @@ def test_a_template_sees_plain_data_alone() -> None:
         tokenizer().apply_chat_template([{"role": "user", "content": "x", "extra": object()}])
 
 
+def test_variables_that_a_template_asks_for() -> None:
+    made = tokenizer("{{ 'no thoughts' if thinking is false }}{{ more | tojson }}")
+    text = made.apply_chat_template(user("x"), variables={"thinking": False, "more": {"a": ["<|im_end|>"]}})
+    assert text == 'no thoughts{"a": ["<|im_end|>"]}'
+    ids = made.chat(user("x"), variables={"thinking": False, "more": "<|im_end|>"})
+    assert (made.decode(ids), controls_in(ids)) == ('no thoughts"<|im_end|>"', [])
+    for wrong in ({"messages": []}, {"eos_token": "x"}, {"a b": 1}, {"a": object()}, [1]):
+        with pytest.raises(ValueError, match="chat: "):
+            made.chat(user("x"), variables=wrong)  # type: ignore[arg-type]
+
+
 def test_json_is_not_escaped_for_html() -> None:
     text = tokenizer("{{ messages[0].content | tojson }}").apply_chat_template(user("<é> & 'x'"))
     assert text == "\"<é> & 'x'\""

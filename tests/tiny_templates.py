@@ -93,7 +93,8 @@ MISTRAL3 = """{%- if messages[0].role == 'system' %}
 {%- set asked = turns | selectattr('role', 'equalto', 'user') | list %}
 {%- set ns = namespace(n=0) %}
 {%- for m in turns %}
-    {%- if not (m.role == 'tool' or m.role == 'tool_results' or (m.tool_calls is defined and m.tool_calls is not none)) %}
+    {%- set calls = m.tool_calls is defined and m.tool_calls is not none %}
+    {%- if not (m.role == 'tool' or m.role == 'tool_results' or calls) %}
         {%- if (m.role == 'user') != (ns.n % 2 == 0) %}
             {{- raise_exception('After the optional system message, conversation roles must alternate') }}
         {%- endif %}
@@ -135,8 +136,9 @@ MISTRAL3 = """{%- if messages[0].role == 'system' %}
     {%- endif %}
 {%- endfor %}"""
 
-_TOOLS = """{{- 'You may call functions.\\n<tools>' }}{% for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{% endfor %}
-    {{- '\\n</tools>\\nAnswer with {\\"name\\": ..., \\"arguments\\": ...} in <tool_call></tool_call>.<|im_end|>\\n' }}"""
+_TOOLS = """{{- 'You may call functions.\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{% endfor %}
+    {{- '\\n</tools>\\nAnswer {\\"name\\": ..., \\"arguments\\": ...} in <tool_call></tool_call>.<|im_end|>\\n' }}"""
 _RESULTS = """{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
         {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
         {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}"""
@@ -153,7 +155,8 @@ QWEN2 = (
     + _TOOLS
     + """{% else %}{{- '<|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}
-    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) or (m.role == 'assistant' and not m.tool_calls) %}
+    {%- set said = m.role == 'assistant' and not m.tool_calls %}
+    {%- if m.role == 'user' or (m.role == 'system' and not loop.first) or said %}
         {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
     {%- elif m.role == 'assistant' %}
         {{- '<|im_start|>' + m.role }}{% if m.content %}{{- '\\n' + m.content }}{% endif %}
@@ -259,9 +262,11 @@ PHI4 = """{% for m in messages %}{% if m['role'] == 'system' and 'tools' in m an
 {{- '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
 
-OLMO2 = """{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ '<|system|>\n' + m['content'] + '\n' }}
+OLMO2 = """{{ bos_token }}{% for m in messages %}
+{%- if m['role'] == 'system' %}{{ '<|system|>\n' + m['content'] + '\n' }}
 {%- elif m['role'] == 'user' %}{{ '<|user|>\n' + m['content'] + '\n' }}
-{%- elif m['role'] == 'assistant' %}{{ '<|assistant|>\n' + m['content'] + eos_token + ('\n' if not loop.last else '') }}
+{%- elif m['role'] == 'assistant' %}
+{{- '<|assistant|>\n' + m['content'] + eos_token + ('\n' if not loop.last else '') }}
 {%- endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"""
 
 TEMPLATES: dict[str, str] = {

@@ -29,7 +29,7 @@ MARK = "\u2581"
 
 
 class Words(NamedTuple):
-    """merges: of GPT-2's letters for bytes, best first. pieces: of SentencePiece, best first, single characters last."""
+    """merges: of GPT-2's letters for bytes, best first. pieces: of SentencePiece, best first, then single letters."""
 
     merges: list[list[str]]
     pieces: list[str]
@@ -64,7 +64,7 @@ def _plain(*names: str) -> dict[str, str]:
 _CHATML = _plain("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _LLAMA = _plain("<unk>", "<s>", "</s>")
 _LLAMA_ABOUT = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-_GEMMA_TAGS = ["\n\n", "\n\n\n", "\n\n\n\n", MARK * 2, MARK * 3, MARK * 4, "<table>", "<td>", "</td>", "</table>"]
+_GEMMA_TAGS = ["\n\n", "\n\n\n", *(MARK * n for n in range(2, 9)), "<table>", "<td>", "</td>", "</table>"]
 _GEMMA = Family(
     "pieces",
     {
@@ -236,11 +236,12 @@ def _merges(family: Family, words: Words) -> list[list[str]]:
     if family.kind == "bytes":
         return words.merges
     ids = {token: i for i, token in enumerate(_vocabulary(family, words))}
-    pieces = [piece for piece in words.pieces if piece not in family.front]
+    runs = [token for token in family.front if set(token) == {MARK}]
+    pieces = [*runs, *(piece for piece in words.pieces if piece not in family.front)]
     merges = []
     for piece in pieces:
         cuts = [(piece[:n], piece[n:]) for n in range(1, len(piece))]
-        made = [list(cut) for cut in cuts if all(part in ids and part in words.pieces for part in cut)]
+        made = [list(cut) for cut in cuts if all(part in pieces for part in cut)]
         merges += sorted(made, key=lambda cut: (ids[cut[0]], ids[cut[1]]))
     return merges
 
@@ -365,8 +366,9 @@ def gguf_fields(name: str, words: Words) -> dict[str, Any]:
     types = [6 if token in BYTES else 1 for token in tokens]
     for token, letters in rules.items():
         types[ids[token]] = 2 if token == "<unk>" else 4 if "t" in letters else 3
+    kept = {token: token.replace(MARK, " ") for token, letters in rules.items() if "t" in letters}
     fields: dict[str, Any] = {
-        "tokens": tokens,
+        "tokens": [kept.get(token, token) for token in tokens],
         "token_type": types,
         "add_bos_token": family.bos is not None or family.about.get("add_bos_token", False),
     }

@@ -54,6 +54,12 @@ CHATS: dict[str, dict[str, Any]] = {
     "system": {"conversation": _turns(" What? ", system="Be brief. "), "add_generation_prompt": True},
     "turns": {"conversation": _turns("a", " b\n", "c 😀 é"), "add_generation_prompt": True},
     "done": {"conversation": _turns("1+1?", "<think>\nhm\n</think>\n\n2.", "And?", "<think>\nno\n</think>\n\n3")},
+    "variables": {
+        "conversation": _turns("Hi"),
+        "add_generation_prompt": True,
+        "enable_thinking": False,
+        "date_string": "1 Jan 2031",
+    },
     "out of order": {"conversation": [*_turns("a"), *_turns("b")], "add_generation_prompt": True},
     "tools": {
         "conversation": _turns("Is it raining?", system="Help."),

@@ -226,14 +226,18 @@ def _table(
     size: int,
     where: str,
 ) -> list[bytes]:
-    """The bytes of each id of the model; b"" for one that the tokenizer does not have."""
+    """The bytes of each id of the model; b"" for one that the tokenizer does not have.
+
+    Added tokens are their text; but one that is no control token may have U+2581 for a space, as Gemma's runs of them.
+    """
     require(len(by_id) == count, f"{where}: tokenizer", "each id once", f"{count - len(by_id)} of them again")
     require(max(by_id, default=0) < size, f"{where}: tokenizer", f"ids below {size}", max(by_id, default=0))
     wrong = [i for i, token in added.items() if by_id.get(i) != token["content"]]
     require(not wrong, f"{where}: added_tokens", "the ids that their contents have", wrong)
     table = [b""] * size
     for i, token in by_id.items():
-        table[i] = token.encode() if i in added else unescape(token)
+        whole = i in added and (added[i]["special"] or unescape is _byte_level)
+        table[i] = token.encode() if whole else unescape(token)
     return table
 
 

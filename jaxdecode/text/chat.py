@@ -17,22 +17,28 @@ from jaxdecode.checks import require
 __all__ = ["Chat", "Shield", "check_chat", "could_form", "map_texts", "render", "shield_for", "texts_of"]
 
 _ROLE = re.compile(r"[\w-]+")
+_OWN = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")  # variables that are always set
 
 
 class Chat(NamedTuple):
-    """Checked plain data: the messages, and the tools that a model may call (None: none)."""
+    """Checked plain data: the messages, the tools that a model may call (None: none), and what else a template gets."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
+    variables: dict[str, Any] = {}  # noqa: RUF012
 
 
-def check_chat(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Chat:
+def check_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None = None,
+) -> Chat:
     """The chat as plain data. ValueError unless it is JSON-like, each role a word, and each content a text.
 
     A message with ``tool_calls`` may do without a content.
     """
     try:
-        return _checked(messages, tools)
+        return _checked(messages, tools)._replace(variables=_checked_variables({} if variables is None else variables))
     except RecursionError:
         raise ValueError("chat: expected plain data, got values that hold themselves, or are nested too deep") from None
 
@@ -56,6 +62,14 @@ def _checked(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
     return Chat(checked, [_plain(tool, str) for tool in tools] or None)
 
 
+def _checked_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    named = isinstance(variables, Mapping) and all(isinstance(name, str) for name in variables)
+    require(named, "chat: variables", "a mapping of values by name", variables)
+    wrong = sorted(name for name in variables if not name.isidentifier() or name in _OWN)
+    require(not wrong, "chat: variables", f"names other than {', '.join(_OWN)}", wrong)
+    return {name: _plain(value) for name, value in variables.items()}
+
+
 def map_texts(chat: Chat, change: Callable[[str], str], change_key: Callable[[str], str]) -> Chat:
     """The chat with ``change`` applied to every text in it except the roles, and ``change_key`` to the keys inside."""
 
@@ -63,7 +77,7 @@ def map_texts(chat: Chat, change: Callable[[str], str], change_key: Callable[[st
         return _plain(value, change, change_key)
 
     messages = [{k: v if k == "role" else changed(v) for k, v in message.items()} for message in chat.messages]
-    return Chat(messages, changed(chat.tools))
+    return Chat(messages, changed(chat.tools), {name: changed(value) for name, value in chat.variables.items()})
 
 
 def texts_of(chat: Chat) -> list[str]:
@@ -84,7 +98,8 @@ def render(template: str, chat: Chat, **variables: Any) -> str:
         from jaxdecode.text import sandbox
     except ImportError as error:
         raise ImportError("chat templates need jinja2: pip install 'jaxdecode[text]'") from error
-    return sandbox.render(template, messages=chat.messages, tools=chat.tools, documents=None, **variables)
+    given = {"documents": None, **chat.variables, **variables}
+    return sandbox.render(template, messages=chat.messages, tools=chat.tools, **given)
 
 
 def _plain(value: Any, change: Callable[[str], str] = str, change_key: Callable[[str], str] = str) -> Any:

@@ -20,6 +20,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # value
 
 _LONGEST = 256  # characters of a SentencePiece token; published vocabularies stay under 130
 
+_NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's control tokens
+
 # Ends of a turn, which early files of chat models leave out of their metadata.
 _END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
@@ -44,7 +46,9 @@ def gguf_vocabulary(fields: Mapping[str, Any], where: str) -> Vocabulary:
         backend, bos_default = _sentencepiece_unigram(read, tokens, types), False
     else:
         raise ValueError(f"{read.name('model')}: expected 'gpt2', 'llama' or 't5', got {kind!r}")
-    _add_tokens(backend, tokens, types)
+    # A file does not say that control tokens take the white space after them along, as those of Phi-3 do.
+    strips = kind == "llama" and fields.get("general.architecture") == "phi3"
+    _add_tokens(backend, tokens, types, strips)
     bos_id = read.id("bos_token_id", len(tokens))
     if bos_id is None and kind == "llama":
         bos_id = tokens.index("<s>") if "<s>" in tokens else None
@@ -100,7 +104,7 @@ def _eos_ids(read: _Fields, tokens: list[str], types: list[int]) -> tuple[int, .
 
 def _byte_level_bpe(read: _Fields, tokens: list[str]) -> tuple[Any, bool]:
     """The backend, and whether texts begin with begin-of-sequence if the file does not say."""
-    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import BPE
 
     word = read.one("pre", str, "default")  # files from before the field existed mean this one
@@ -114,6 +118,8 @@ def _byte_level_bpe(read: _Fields, tokens: list[str]) -> tuple[Any, bool]:
         merges.append((left, right))
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(_made(BPE, read.name("merges"), vocab, merges, ignore_merges=known.whole_words))
+    if known.composed:
+        backend.normalizer = normalizers.NFC()
     cut = [pre_tokenizers.Split(Regex(split), "isolated") for split in known.splits]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cut, to_bytes])
@@ -198,11 +204,12 @@ def _made(kind: Any, where: str, *values: Any, **options: Any) -> Any:
     return guarded(lambda: kind(*values, **options), f"{where}: expected a consistent vocabulary")
 
 
-def _add_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
+def _add_tokens(backend: Any, tokens: list[str], types: list[int], strips: bool) -> None:
     """Control tokens, and user-defined ones, which are text that is never split."""
     from tokenizers import AddedToken
 
     for kinds, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
         chosen = [t for t, kind in zip(tokens, types, strict=True) if kind in kinds and t]
-        added = [AddedToken(token, special=special, normalized=False) for token in chosen]
+        right = {token for token in chosen if strips and token not in _NEVER_STRIP and (special or token == "</s>")}
+        added = [AddedToken(t, special=special, normalized=False, rstrip=t in right) for t in chosen]
         (backend.add_special_tokens if special else backend.add_tokens)(added)

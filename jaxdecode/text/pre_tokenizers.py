@@ -30,12 +30,14 @@ class PreTokenizer(NamedTuple):
 
     splits: regular expressions, applied one after the other to what the one before left; matches and gaps are words.
     whole_words: a word that is in the vocabulary is taken as it is, before any merge. add_bos: what holds if the file
-    does not say whether a text begins with begin-of-sequence.
+    does not say whether a text begins with begin-of-sequence. composed: letters and their accents become one character
+    first (NFC), as the models' own tokenizers do; llama.cpp does not.
     """
 
     splits: tuple[str, ...]
     whole_words: bool = False
     add_bos: bool = False
+    composed: bool = False
 
 
 _GPT2_WORDS = PreTokenizer((_GPT2,))
@@ -48,7 +50,8 @@ _DEEPSEEK = PreTokenizer((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEE
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "roberta-bpe"), _GPT2_WORDS),
+    "olmo": PreTokenizer((_GPT2,), composed=True),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "jais", "trillion", "roberta-bpe"), _GPT2_WORDS),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_THEN_GPT2
     ),
@@ -56,7 +59,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _GPT4),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez"), _QWEN2),
+    "qwen2": PreTokenizer(_QWEN2.splits, composed=True),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), PreTokenizer((_BLOOM,))),

@@ -94,14 +94,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat as one text, by the file's template. To encode chats of untrusted text use ``chat``.
 
         messages: mappings with "role" ("system", "user", "assistant", "tool") and "content"; what else they hold
-        ("tool_calls") is for the template, as are ``tools``, JSON schemas of functions. ValueError without a template,
-        or if the template refuses.
+        ("tool_calls") is for the template, as are ``tools``, JSON schemas of functions, and ``variables``, what else a
+        template asks for by name (Qwen3's ``{"enable_thinking": False}``). ValueError without a template, or if the
+        template refuses.
         """
-        return self._render(chat.check_chat(messages, tools), add_generation_prompt)
+        return self._render(chat.check_chat(messages, tools, variables), add_generation_prompt)
 
     def chat(
         self,
@@ -109,9 +111,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of the chat, in which only the template can write control tokens, whatever the contents say."""
-        checked = chat.check_chat(messages, tools)
+        checked = chat.check_chat(messages, tools, variables)
         ids = self._with_own_bos(self._encode_parts(self._render(checked, add_generation_prompt)))
         texts = chat.texts_of(checked)
         if not chat.could_form(self.controls, texts):
