@@ -1,6 +1,8 @@
 """Open mutated small checkpoints of every family: each is refused in one line that names the file, or is sound.
 
-    python scripts/fuzz_loaders.py [HOW_MANY] [SEED]       # 10,000 take some five minutes
+    python scripts/fuzz_loaders.py [HOW_MANY] [SEED] [FIRST]       # 10,000 take half a minute
+
+Cases FIRST (0) and on of a seed; each has random numbers of its own, so that a run may be cut into several.
 
 Half are GGUF files with bytes flipped, cut or repeated; half are Hugging Face directories of which one file is so, or
 has a hostile value in its JSON. A crash, a hang (SIGALRM after 20 s) or more than 200 MB end the run with the case.
@@ -65,8 +67,7 @@ def one(root: Path, sound: dict[str, Any], rng: random.Random) -> bool:
         (folder / file).write_bytes(files[file])
 
 
-def main(count: int, seed: int) -> None:
-    rng = random.Random(seed)
+def main(count: int, seed: int, begin: int) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         root, sound = Path(temporary), {}
         for i, name in enumerate(tiny_families.VARIANTS):
@@ -77,17 +78,17 @@ def main(count: int, seed: int) -> None:
             sound[name] = {"folder": folder, "files": files, "gguf": gguf}
             assert attempt(folder) is attempt(root / "m.gguf") is None
         before, refused = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
-        for i in range(count):
+        for i in range(begin, begin + count):
             signal.alarm(20)
-            state = rng.getstate()
             try:
-                refused += one(root, sound, rng)
+                refused += one(root, sound, random.Random(f"{seed}, {i}"))
                 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + LIMIT, "too much memory"
             except BaseException:
-                sys.stderr.write(f"case {i} of seed {seed}, {hash(state)}\n")
+                sys.stderr.write(f"case {i} of seed {seed}: scripts/fuzz_loaders.py 1 {seed} {i}\n")
                 raise
         signal.alarm(0)
     sys.stdout.write(f"{count} files: {refused} refused, {count - refused} sound\n")
 
 
-main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000, int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+given = [int(word) for word in sys.argv[1:]]
+main(*given, *(10_000, 0, 0)[len(given) :])

@@ -211,10 +211,14 @@ def check_engine(name: str) -> None:
 
 
 def check_bench(name: str) -> None:
-    (row,) = benchmark.bench_model(*model_and_params(name), [Case("greedy", 3, 5, N)], runs=1)["rows"]
-    assert row["param_bytes"] == 4 + sum(x.nbytes for x in jax.tree.leaves(PARAMS))
-    assert row["whole_seconds"] > 0
-    assert row["bytes_per_step"] is None
+    modes = ("greedy", "top_p", "beam")  # all but those that need a tokenizer or a transformer's weights
+    cases = [Case(mode, 3, 5, N) for mode in modes]
+    rows = benchmark.bench_model(*model_and_params(name), cases, runs=1)["rows"]
+    assert tuple(row["mode"] for row in rows) == modes
+    for row in rows:
+        assert row["param_bytes"] == 4 + sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+        assert row["whole_seconds"] > 0
+        assert row["bytes_per_step"] is None
 
 
 def check_scores_and_refills(name: str) -> None:

@@ -6,6 +6,7 @@ SentencePiece unigram. For byte-level BPE ``tokenizer.ggml.pre`` says how text i
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -109,7 +110,9 @@ def _byte_level_bpe(read: _Fields, tokens: list[str]) -> tuple[Any, bool]:
 
     word = read.one("pre", str, "default")  # files from before the field existed mean this one
     known = PRE_TOKENIZERS.get(word)
-    require(known is not None, read.name("pre"), f"one of {', '.join(PRE_TOKENIZERS)}", word)
+    near = difflib.get_close_matches(word[:64], PRE_TOKENIZERS) or ["llama-bpe", "qwen2", "gpt-2"]
+    expected = f"one of the {len(PRE_TOKENIZERS)} that are known, such as {', '.join(near)}"
+    require(known is not None, read.name("pre"), expected, repr(word))
     assert known is not None
     merges = []
     for merge in read.many("merges", str):
