@@ -17,6 +17,7 @@ from jaxdecode.base import Bounded, Cache, Decoder, Generated, Model, Params, Pr
 from jaxdecode.decoders import beam, common, prompt_lookup, sample, speculative
 from jaxdecode.decoders.speculation import paired
 from jaxdecode.loop import run_until_done
+from jaxdecode.meshes import over_data
 from jaxdecode.rulebook import Settings
 from jaxdecode.transforms import LogitsTransform
 
@@ -127,6 +128,7 @@ class _Plan(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def _begin(plan: _Plan, params: Params, given: Cache | None, keys: Any, prompt: Prompt, rules: Rules) -> Any:
     batch, size = prompt.tokens.shape
+    keys, prompt, rules = over_data((keys, prompt, rules))
     cache = plan.model.init_cache(params, batch, plan.cache_len) if given is None and plan.cache_len else given
     state = plan.decoder.init(params, keys, prompt, rules, max_new_tokens=plan.size, cache=cache)
     if plan.samples == 1:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdecode.base import Model, Params
@@ -21,9 +22,11 @@ from jaxdecode.checkpoint.catalogue import CATALOGUE, TOY
 from jaxdecode.checkpoint.converted import Copy, Progress
 from jaxdecode.checkpoint.generation_config import settings_of
 from jaxdecode.checkpoint.saving import save
-from jaxdecode.checkpoint.source import AS_STORED, Checkpoint
+from jaxdecode.checkpoint.source import AS_STORED, Checkpoint, params_from_names
 from jaxdecode.checks import dtype as check_dtype
 from jaxdecode.checks import require
+from jaxdecode.meshes import check_mesh, place
+from jaxdecode.models.sharding import shard
 from jaxdecode.models.toy import ToyConfig
 from jaxdecode.models.transformer import CACHE_DTYPES, TransformerConfig, transformer
 from jaxdecode.quant import Scheme, parse_scheme
@@ -74,6 +77,7 @@ def load(
     quantize: Scheme | None = None,
     cache_dtype: DTypeLike | None = None,
     context_length: int | None = None,
+    mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a model: a catalogue name, a ``.gguf`` file, a Hugging Face directory, or a hub id "owner/name".
@@ -83,11 +87,13 @@ def load(
     of keys and values in the cache: another float, int8 or int4, a quarter or a seventh (None: that of the params).
     context_length: tokens of the longest text, prompt and output (None: what the file says); models with LongRoPE or
     dynamic scaling turn short texts another way than long ones, and are loaded for the original context unless this
-    says more. The first load of a file converts it into the user's cache (``$JAXDECODE_CACHE``), telling
-    ``progress(text, fraction)``; later ones map that copy into memory. What ``save`` wrote is mapped as it is, unless
-    it is to be quantized. Catalogue models and hub ids are downloaded if they are not here, unless JAXDECODE_OFFLINE
-    or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme, damaged or unsupported file;
-    FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is missing.
+    says more. mesh: params lie over its devices by the rules of ``jaxdecode.meshes``, each device reading its part of
+    the file; run under ``jax.set_mesh(mesh)``. The first load of a file converts it into the user's cache
+    (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. What ``save``
+    wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
+    here, unless JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme, damaged or
+    unsupported file; FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is
+    missing.
 
     >>> loaded = load("toy")
     >>> loaded.tokenizer.decode(loaded.tokenizer.encode("words"))
@@ -98,16 +104,20 @@ def load(
         parse_scheme("quantize", quantize)
     if cache_dtype is not None:
         cache_dtype = check_dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
+    if mesh is not None:
+        check_mesh(mesh)
     if source == TOY:
         require(cache_dtype is None, "cache_dtype", "None for toy (its cache is the last token)", cache_dtype)
         require(quantize is None, "quantize", "None for toy (a table, no matrix to multiply by)", quantize)
         require(context_length is None, "context_length", "None for toy", context_length)
-        return _toy(kind)
+        return _toy(kind, mesh)
     progress = progress or (lambda text, fraction: None)
     copy = _copy(find(source, progress), kind, quantize, progress)
     config = copy.config if context_length is None else copy.config.with_context(context_length)
     model = transformer(config, cache_dtype=cache_dtype)
-    return Loaded(model, copy.params, copy.tokenizer, config, copy.generation)
+    params = params_from_names(config, copy.leaves)
+    params = jax.device_put(params) if mesh is None else shard(config, params, mesh)
+    return Loaded(model, params, copy.tokenizer, config, copy.generation)
 
 
 class Source(NamedTuple):
@@ -171,11 +181,12 @@ def _copy(source: Source, dtype: np.dtype[Any], scheme: Scheme | None, progress:
     return converted.in_memory(checkpoint, dtype, scheme, progress)
 
 
-def _toy(dtype: np.dtype[Any]) -> Loaded:
+def _toy(dtype: np.dtype[Any], mesh: Mesh | None) -> Loaded:
     from jaxdecode.models import toy
     from jaxdecode.testing import markov_model
     from jaxdecode.text.bytes_tokenizer import bytes_tokenizer
 
     config = toy.ToyConfig()
-    params = jax.device_put(toy.logits().astype(dtype))
+    table = toy.logits().astype(dtype)
+    params = jax.device_put(table) if mesh is None else place(table, mesh)
     return Loaded(markov_model(context=config.context_length), params, bytes_tokenizer(), config)

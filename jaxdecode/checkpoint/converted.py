@@ -24,10 +24,9 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jaxdecode.base import Params
 from jaxdecode.checkpoint.quantized import described, entries_of, quantized_rows, rebuilt, spec_of
 from jaxdecode.checkpoint.safetensors_file import ALIGNMENT, Entry, cast_blocks, read_safetensors, write_safetensors
-from jaxdecode.checkpoint.source import AS_STORED, Checkpoint, Param, Stored, named_shapes, params_from_names
+from jaxdecode.checkpoint.source import AS_STORED, Checkpoint, Param, Stored, named_shapes
 from jaxdecode.checks import require
 from jaxdecode.models.transformer import Scaling, TransformerConfig
 from jaxdecode.quant import Scheme, Uniform, parse_scheme
@@ -60,11 +59,11 @@ Progress = Callable[[str, float], None]
 
 
 class Copy(NamedTuple):
-    """What loading needs: config, tokenizer, params on jax's default device, and a ``generation_config.json``'s law."""
+    """What loading needs: config, tokenizer, parameters by name in NumPy arrays, a ``generation_config.json``'s law."""
 
     config: TransformerConfig
     tokenizer: Tokenizer
-    params: Params
+    leaves: Mapping[str, Any]
     generation: Mapping[str, Any]
 
 
@@ -87,7 +86,7 @@ def copy_folder(source: Path, files: Sequence[Path], dtype: np.dtype[Any], schem
 
 
 def read_copy(folder: Path) -> Copy | None:
-    """The copy in ``folder``, its params being the memory map itself on a CPU; None if there is none that is sound."""
+    """The copy in ``folder``, over its memory map, which a CPU computes with as it is; None if none is sound."""
     try:
         told = json.loads((folder / _CONFIG).read_text("utf-8"))
         config, generation = _config(told["config"]), dict(told["generation"])
@@ -101,7 +100,7 @@ def read_copy(folder: Path) -> Copy | None:
         return None
     if arrays:  # more than belongs to the model
         return None
-    return Copy(config, tokenizer, params_from_names(config, jax.device_put(leaves)), generation)
+    return Copy(config, tokenizer, leaves, generation)
 
 
 def mapped(checkpoint: Checkpoint, dtype: np.dtype[Any]) -> Copy | None:
@@ -169,8 +168,7 @@ def in_memory(checkpoint: Checkpoint, dtype: np.dtype[Any], scheme: Scheme | Non
 
 def _copy(checkpoint: Checkpoint, leaves: Mapping[str, Any]) -> Copy:
     tokenizer = open_tokenizer(checkpoint.vocabulary, checkpoint.where)
-    params = params_from_names(checkpoint.config, jax.device_put(dict(leaves)))
-    return Copy(checkpoint.config, tokenizer, params, checkpoint.generation)
+    return Copy(checkpoint.config, tokenizer, leaves, checkpoint.generation)
 
 
 def _described(config: TransformerConfig) -> dict[str, Any]:

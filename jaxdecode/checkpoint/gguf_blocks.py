@@ -36,7 +36,7 @@ def rearranged(kind: str, raw: np.ndarray, width: int, dtype: np.dtype[Any]) -> 
     blocks = width // (256 if kind.endswith("_K") else 32)
     codes, arrays = about.read(raw.reshape(len(raw), blocks, raw.shape[1] // blocks))
     planes = packed_planes(codes.reshape(len(raw), width), form)
-    grids = {key: np.ascontiguousarray(x.reshape(len(raw), -1).T) for key, x in arrays.items()}
+    grids: dict[str, Any] = {key: np.ascontiguousarray(x.reshape(len(raw), -1).T) for key, x in arrays.items()}
     return QTensor(planes, scheme=kind, form=form, **grids)
 
 

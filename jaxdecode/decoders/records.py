@@ -13,6 +13,7 @@ from jax import lax
 from jaxdecode import checks, transforms
 from jaxdecode.base import Cache, Finish, Generated, Model, Params, Prompt, Rules
 from jaxdecode.decoders import common
+from jaxdecode.meshes import by_rows
 from jaxdecode.transforms import Context, Drawn, Processed
 
 __all__ = [
@@ -160,14 +161,20 @@ def _record_top(state: State, raw: jax.Array, output: jax.Array) -> State:
     """Note the likeliest ids of the raw law [B,V] at place ``output[B]``, if the state keeps them."""
     if state.top_ids is None or state.top_logprobs is None:
         return state
-    values, ids = lax.top_k(raw, state.top_ids.shape[2])
-    rows = jnp.arange(raw.shape[0])
+    values, ids = transforms.largest(raw, state.top_ids.shape[2])
     values = values - log_total(raw)[:, None]
     return dataclasses.replace(
-        state,
-        top_ids=state.top_ids.at[rows, output].set(ids, mode="drop"),
-        top_logprobs=state.top_logprobs.at[rows, output].set(values, mode="drop"),
+        state, top_ids=_put(state.top_ids, output, ids), top_logprobs=_put(state.top_logprobs, output, values)
     )
+
+
+def _put(x: jax.Array, at: jax.Array, value: jax.Array) -> jax.Array:
+    """x[B,T,...] with ``value[B,...]`` at place ``at[B]`` of each row; places out of range are dropped."""
+
+    def put(x: jax.Array, at: jax.Array, value: jax.Array) -> jax.Array:
+        return x.at[jnp.arange(len(at), dtype=jnp.int32), at].set(value, mode="drop")
+
+    return by_rows(put, x, at, value)
 
 
 def _weighed(state: State, processed: Processed, greedy: jax.Array, running: jax.Array) -> State:
@@ -245,9 +252,8 @@ def choose(law: Law, greedy: jax.Array, active: jax.Array, draw: Callable[[jax.A
 def append(state: State, law: Law, choice: Choice, active: jax.Array) -> tuple[State, jax.Array]:
     """Each ``active[B]`` row takes its token, or ends by its fault; all others stay as they are. Also who took[B]."""
     took = active & (law.fault == Finish.RUNNING)
-    rows = jnp.arange(took.shape[0], dtype=jnp.int32)
     output = jnp.where(took, state.length - state.start, state.logprob.shape[1])
-    tokens = state.tokens.at[rows, jnp.where(took, state.length, state.tokens.shape[1])].set(choice.token, mode="drop")
+    tokens = _put(state.tokens, jnp.where(took, state.length, state.tokens.shape[1]), choice.token)
     length = state.length + took.astype(jnp.int32)
     finish = jnp.where(took, _ended(state, tokens, choice.token, length), law.fault)
     new = dataclasses.replace(
@@ -256,10 +262,10 @@ def append(state: State, law: Law, choice: Choice, active: jax.Array) -> tuple[S
         length=length,
         finish=jnp.where(active, finish, state.finish),
         states=transforms.advance(state.rules.transform, state.states, choice.token, choice.processed_logprob, took),
-        logprob=state.logprob.at[rows, output].set(choice.logprob, mode="drop"),
-        processed_logprob=state.processed_logprob.at[rows, output].set(choice.processed_logprob, mode="drop"),
-        margin=state.margin.at[rows, output].set(choice.margin, mode="drop"),
-        set_margin=state.set_margin.at[rows, output].set(choice.set_margin, mode="drop"),
+        logprob=_put(state.logprob, output, choice.logprob),
+        processed_logprob=_put(state.processed_logprob, output, choice.processed_logprob),
+        margin=_put(state.margin, output, choice.margin),
+        set_margin=_put(state.set_margin, output, choice.set_margin),
     )
     return new, took
 

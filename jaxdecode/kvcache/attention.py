@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from jaxdecode.kvcache.layout import (
     slots_of,
 )
 from jaxdecode.kvcache.writing import write
+from jaxdecode.meshes import by_rows
 
 __all__ = ["extend"]
 
@@ -124,7 +126,12 @@ def _merge_rows(
     part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array, softcap: float | None
 ) -> _Part:
     """``part`` merged with attention over one more block, of the ``needed[R]`` rows alone, each by itself."""
+    return by_rows(functools.partial(_merge_each, softcap), part, q, block, seen, needed)
 
+
+def _merge_each(
+    softcap: float | None, part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array
+) -> _Part:
     def row(part: _Part, b: jax.Array) -> tuple[_Part, None]:
         def one(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, b, 1)

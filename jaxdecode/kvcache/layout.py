@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxdecode import base, checks
 from jaxdecode.kvcache.int4 import Int4Block, empty_int4, int4_block
+from jaxdecode.meshes import DATA, TENSOR, constrained
 
 __all__ = [
     "Block",
@@ -192,7 +193,7 @@ def create(
     """An empty cache for ``max_len`` tokens per row: 2 * n_layers * max_len * n_kv_heads * head_dim numbers a row.
 
     dtype: of keys and values; int8 adds a scale per token and KV head, int4 one for every 32 features of these.
-    windows: one a layer; such a layer has no more slots than its ring.
+    windows: one a layer; such a layer has no more slots than its ring. Over a mesh that is set, rows and KV heads are.
     """
     windows = tuple(windows)
     checks.require(len(windows) in (0, n_layers), "windows", f"one for each of {n_layers} layers", len(windows))
@@ -208,7 +209,10 @@ def create(
 
     def layer(window: Window | None) -> Layer:
         slots = max_len if window is None else min(max_len, sum(window))
-        return tuple(block(size) for size in _block_sizes(slots))
+        return tuple(map(laid, map(block, _block_sizes(slots))))
+
+    def laid(block: AnyBlock) -> AnyBlock:
+        return over_slots(lambda axis, x: constrained(x, DATA, TENSOR), block)
 
     layers = tuple(layer(window) for window in windows or (None,) * n_layers)
     length = jnp.zeros((batch_size,), jnp.int32)

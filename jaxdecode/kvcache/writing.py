@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxdecode.kvcache.layout import AnyBlock, Layer, Plan, Window, encoded, numbers, offsets, over_slots, slots_of
+from jaxdecode.meshes import by_rows
 
 __all__ = ["write"]
 
@@ -17,16 +18,25 @@ def write(layer: Layer, k: jax.Array, v: jax.Array, plan: Plan, ring: Window | N
     new = encoded(k, v, layer[0])
     if k.shape[1] == 1:
         slot = plan.start if ring is None else _ring_slot(plan.start, slots_of(layer), ring)
-        return tuple(_scatter(block, new, slot - offset, plan.written > 0) for offset, block in offsets(layer))
+        return by_rows(_one_token, layer, new, slot, plan.written > 0)
     if ring is not None:
         return _turned(layer, new, plan, ring)
+    return by_rows(_tokens, layer, new, plan.start, plan.written)
+
+
+def _one_token(layer: Layer, new: AnyBlock, slot: jax.Array, real: jax.Array) -> Layer:
+    """One token of every row (``new`` has one slot), if it is ``real[B]``, in ``slot[B]``."""
+    return tuple(_scatter(block, new, slot - offset, real) for offset, block in offsets(layer))
+
+
+def _tokens(layer: Layer, new: AnyBlock, start: jax.Array, written: jax.Array) -> Layer:
+    """The first ``written[B]`` tokens of every row from slot ``start[B]`` on."""
 
     def row(b: jax.Array, layer: Layer) -> Layer:
         one = over_slots(lambda axis, x: lax.dynamic_slice_in_dim(x, b, 1), new)
-        first, count = plan.start[b], plan.written[b]
-        return tuple(_put(block, b, one, first - offset, count) for offset, block in offsets(layer))
+        return tuple(_put(block, b, one, start[b] - offset, written[b]) for offset, block in offsets(layer))
 
-    return lax.fori_loop(0, len(k), row, layer)
+    return lax.fori_loop(0, len(start), row, layer)
 
 
 def _ring_slot(number: jax.Array, slots: int, ring: Window) -> jax.Array:

@@ -7,18 +7,22 @@
 | several     | 128 rows of ``W`` as floats at a time, then ``x.T @ W.T``     | the same                         |
 
 docs/quantization.md tells how fast other ways to write them are. No float array has the size of ``W`` on a CPU: blocks
-are made inside a loop, and what is made of ``W`` is tied to x, so that XLA cannot move it out of the decode loop.
+are made inside a loop, and what is made of ``W`` is tied to x, so that XLA cannot move it out of the decode loop. Such
+a loop over rows that lie on several devices would gather them, so each device runs it over its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from jaxdecode.meshes import TENSOR, size_of, specs_of
 from jaxdecode.quant import QTensor, grids_of, grouped, over_rows, plane_pieces, plane_widths, values_of
 
 __all__ = ["product"]
@@ -33,7 +37,25 @@ _TERMS = 4 if jax.__version_info__ < (0, 10, 2) else 32
 
 def product(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:
     """``W[N,K] @ x[K,R]`` -> [N,R] in the dtype of x, float32 or wider; of a float array too, of any dtype."""
+    if size_of(TENSOR) > 1 and (not isinstance(w, QTensor) or w.across is not None):
+        return _over_mesh(w, x) if isinstance(w, QTensor) else _whole(w, x)  # nothing tells how an array lies
     return lax.platform_dependent(w, x, cpu=_on_cpu, default=_whole)
+
+
+def _over_mesh(w: QTensor, x: jax.Array) -> jax.Array:
+    """Every device multiplies by its own rows; or by its own inputs, and all add up what they get."""
+    assert w.form is not None
+    assert w.across is not None
+    size, inputs = size_of(TENSOR), w.across == "inputs"
+    form = dataclasses.replace(w.form, width=w.form.width // size) if inputs else w.form
+
+    def own(w: QTensor, x: jax.Array) -> jax.Array:
+        out = product(dataclasses.replace(w, form=form, across=None), x)
+        return lax.psum(out, TENSOR) if inputs else out
+
+    specs = (specs_of(w, w.across, size), PartitionSpec(TENSOR if inputs else None))
+    out = PartitionSpec(None if inputs else TENSOR)
+    return jax.shard_map(own, in_specs=specs, out_specs=out, axis_names={TENSOR}, check_vma=False)(w, x)
 
 
 def _whole(w: QTensor | jax.Array, x: jax.Array) -> jax.Array:

@@ -127,6 +127,13 @@ class TransformerConfig:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
+    def fused(self) -> dict[str, tuple[int, ...]]:
+        """Of each matrix of a layer that is several, one below the other, the rows of each."""
+        keys = self.n_kv_heads * self.head_dim
+        ups = {"gate_up": (self.d_mlp, self.d_mlp)} if self.gated else {"up": (self.d_mlp,)}
+        return {"qkv": (self.n_heads * self.head_dim, keys, keys), **ups}
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
         window = self.sliding_window

@@ -85,10 +85,12 @@ def _deal(expert: jax.Array, n_experts: int, size: int) -> tuple[jax.Array, jax.
 
 
 def _of(stack: Any, number: jax.Array, n_experts: int) -> Any:
-    """The matrix of one expert, an array or a quantized one."""
+    """The matrix of one expert, an array or a quantized one, out of those below each other, or of a stack [E,N,K]."""
     if isinstance(stack, QRows):
         if len(stack.parts) != 1:
             raise ValueError("experts: expected weights of one type for all experts of a layer, got several")
         return dataclasses.replace(stack, parts=(_of(stack.parts[0], number, n_experts),))
+    if stack.ndim == 3:
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, 0, keepdims=False), stack)
     each = stack.shape[0] // n_experts
     return over_rows(lambda axis, leaf: lax.dynamic_slice_in_dim(leaf, number * each, each, axis), stack)

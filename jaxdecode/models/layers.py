@@ -69,22 +69,16 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return (halves * cos[None, None] + turned).reshape(x.shape).astype(x.dtype)
 
 
-def _queries_and_keys(config: TransformerConfig, params: Params, qk: jax.Array, turn: Angles | None) -> jax.Array:
-    """Queries and keys [H + K, h, R], normed, turned and scaled as the config says."""
-    heads = config.n_heads
-    if config.qk_norm:
-        normed = _norm_heads if config.qk_norm is True else _norm_together
-        parts = ((qk[:heads], params["q_norm"]), (qk[heads:], params["k_norm"]))
-        qk = jnp.concatenate([normed(x, scale, config.norm_eps) for x, scale in parts])
-    if turn is not None and config.rotary < config.head_dim:
-        first, rest = jnp.split(qk, [config.rotary], axis=1)
-        qk = jnp.concatenate([_rotate(first, *turn), rest], axis=1)
-    elif turn is not None:
-        qk = _rotate(qk, *turn)
-    if config.attention_scale is None:
-        return qk
-    # The cache scales by h^-0.5.
-    return jnp.concatenate([qk[:heads] * (config.attention_scale * config.head_dim**0.5), qk[heads:]])
+def _turned(config: TransformerConfig, scale: jax.Array | None, x: jax.Array, turn: Angles | None) -> jax.Array:
+    """Queries or keys x[heads, h, R], normed and turned as the config says."""
+    if scale is not None:
+        x = (_norm_heads if config.qk_norm is True else _norm_together)(x, scale, config.norm_eps)
+    if turn is None:
+        return x
+    if config.rotary == config.head_dim:
+        return _rotate(x, *turn)
+    first, rest = jnp.split(x, [config.rotary], axis=1)
+    return jnp.concatenate([_rotate(first, *turn), rest], axis=1)
 
 
 def _attention(
@@ -97,14 +91,18 @@ def _attention(
 ) -> tuple[jax.Array, kvcache.Layer]:
     heads, kv, h = config.n_heads, config.n_kv_heads, config.head_dim
     batch, size = plan.position.shape
-    qkv = linear.matmul(params["qkv"], x)
+    sizes = config.fused["qkv"]
+    qkv = linear.split(params["qkv"], x, sizes)
     if config.qkv_bias:
-        qkv = qkv + params["qkv_bias"][:, None]
-    qkv = qkv.reshape(heads + 2 * kv, h, batch * size)
-    qk = _queries_and_keys(config, params, qkv[: heads + kv], turn)
-    q = qk[:heads].reshape(kv, heads // kv, h, batch, size).transpose(3, 0, 1, 4, 2)
-    new = jnp.stack([qk[heads:], qkv[heads + kv :]]).reshape(2, kv, h, batch, size).transpose(0, 3, 4, 1, 2)
-    out, layer = kvcache.extend(q, new[0], new[1], past, plan, softcap=config.attention_softcap)
+        biases = jnp.split(params["qkv_bias"][:, None], np.cumsum(sizes)[:-1])
+        qkv = [y + bias for y, bias in zip(qkv, biases, strict=True)]
+    q, k, v = (y.reshape(-1, h, batch * size) for y in qkv)
+    q, k = (_turned(config, params.get(f"{name}_norm"), y, turn) for name, y in (("q", q), ("k", k)))
+    if config.attention_scale is not None:
+        q = q * (config.attention_scale * h**0.5)  # the cache scales by h^-0.5
+    q = q.reshape(kv, heads // kv, h, batch, size).transpose(3, 0, 1, 4, 2)
+    k, v = (y.reshape(kv, h, batch, size).transpose(2, 3, 0, 1) for y in (k, v))
+    out, layer = kvcache.extend(q, k, v, past, plan, softcap=config.attention_softcap)
     out = linear.matmul(params["out"], out.transpose(1, 2, 4, 0, 3).reshape(heads * h, batch * size))
     return (out + params["out_bias"][:, None] if config.out_bias else out), layer
 
@@ -114,14 +112,11 @@ def _mlp(config: TransformerConfig, params: Params, x: jax.Array) -> jax.Array:
     if config.n_experts:
         return experts.mix(config, params, x, activation)
     name = "gate_up" if config.gated else "up"
-    up = linear.matmul(params[name], x)
+    ups = linear.split(params[name], x, config.fused[name])
     if config.mlp_bias:
-        up = up + params[f"{name}_bias"][:, None]
-    if config.gated:
-        gate, up = jnp.split(up, 2, axis=0)
-        up = activation(gate) * up
-    else:
-        up = activation(up)
+        biases = jnp.split(params[f"{name}_bias"][:, None], len(ups))
+        ups = [y + bias for y, bias in zip(ups, biases, strict=True)]
+    up = activation(ups[0]) if len(ups) == 1 else activation(ups[0]) * ups[1]
     down = linear.matmul(params["down"], up)
     return down + params["down_bias"][:, None] if config.mlp_bias else down
 

@@ -7,7 +7,7 @@ from jaxdecode.quant.grids import grid_of, nearest_codes, value_of
 from jaxdecode.quant.int8 import codes_and_scale
 from jaxdecode.quant.packing import codes_of, grids_of, grouped, grouped_codes, pack, plane_pieces, ungrouped, unpack
 from jaxdecode.quant.schemes import Scheme, Uniform, parse_scheme
-from jaxdecode.quant.tensor import Form, QRows, QTensor, is_quantized, over_rows, plane_widths
+from jaxdecode.quant.tensor import Form, QRows, QTensor, Side, is_quantized, over_rows, plane_widths
 from jaxdecode.quant.trees import dequantize, quantize, quantize_matrix, values_of
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "QRows",
     "QTensor",
     "Scheme",
+    "Side",
     "Uniform",
     "bounds",
     "codes_and_scale",

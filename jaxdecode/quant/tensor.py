@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ import numpy as np
 
 from jaxdecode.quant.schemes import Int8, Uniform
 
-__all__ = ["Form", "QRows", "QTensor", "is_quantized", "over_rows", "plane_widths"]
+__all__ = ["Form", "QRows", "QTensor", "Side", "is_quantized", "over_rows", "plane_widths"]
+
+Side = Literal["rows", "inputs"]  # of a weight [rows, inputs]
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:
@@ -54,7 +56,8 @@ class QTensor:
     Of "int8" and "int8_weights": ``codes`` int8 [N,K] times ``scale`` [N]. Of all others ``form`` is set, rows come
     last, ``codes`` is one uint8 array [G,bytes,N] per plane of bits, and code j of group g of row n stands for
     ``scale * j + offset`` with scale = ``scale[g,n] * scale_unit[s,n]``, s = g * S // G, and offset = ``offset[g,n] *
-    offset_unit[s,n]``, or -scale * ``zero[g,n]``, or -scale * ``form.zero``. A unit that is None is 1.
+    offset_unit[s,n]``, or -scale * ``zero[g,n]``, or -scale * ``form.zero``. A unit that is None is 1. across: which
+    side lies across the axis "tensor" of a mesh (`jaxdecode.meshes`).
     """
 
     codes: Any
@@ -65,6 +68,15 @@ class QTensor:
     scale_unit: Any = None
     offset_unit: Any = None
     form: Form | None = dataclasses.field(default=None, metadata={"static": True})
+    across: Side | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def axis_of(self, field: str, side: Side) -> int | None:
+        """The axis of the arrays of a field that this side of the weight is; None: it has none."""
+        if self.form is not None:
+            return -1 if side == "rows" else -3 if field == "codes" else -2
+        if field == "codes":
+            return -2 if side == "rows" else -1
+        return -1 if side == "rows" else None
 
     @property
     def shape(self) -> tuple[int, ...]:

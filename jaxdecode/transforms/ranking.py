@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["largest"]
+from jaxdecode.transforms.search import BLOCK, blocks_of
 
-BLOCK = 128  # ids of one block
+__all__ = ["largest"]
 
 
 def largest(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -25,12 +25,9 @@ def largest(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
             jnp.pad(top, ((0, 0), (0, missing)), constant_values=-jnp.inf),
             jnp.pad(ids, ((0, 0), (0, missing))),
         )
-    blocks = -(-size // BLOCK)
-    if blocks <= 2 * k:
+    if -(-size // BLOCK) <= 2 * k:
         return lax.top_k(values, k)
-    if blocks * BLOCK != size:
-        values = jnp.pad(values, ((0, 0), (0, blocks * BLOCK - size)), constant_values=-jnp.inf)
-    grid = values.reshape(rows, blocks, BLOCK)
+    grid = blocks_of(values, -jnp.inf)
     first = jnp.sort(lax.top_k(jnp.max(grid, axis=2), k)[1], axis=1)  # in the order of ids, for the ties
     found = jnp.take_along_axis(grid, first[:, :, None], axis=1).reshape(rows, k * BLOCK)
     top, at = lax.top_k(found, k)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdecode.meshes import TENSOR, size_of
+
 __all__ = ["BLOCK", "Cut", "blocks_of", "cut", "last_kept"]
 
 BLOCK = 128  # ids per block
@@ -38,9 +40,10 @@ class Cut(NamedTuple):
 
 
 def blocks_of(x: jax.Array, fill: float) -> jax.Array:
-    """[B,V] as [B,n,BLOCK], filled up with ``fill``."""
+    """[B,V] as [B,n,BLOCK], filled up with ``fill``; over a mesh to as many blocks on every device."""
     rows, size = x.shape
-    return jnp.pad(x, ((0, 0), (0, -size % BLOCK)), constant_values=fill).reshape(rows, -1, BLOCK)
+    more = -size % (BLOCK * size_of(TENSOR))
+    return jnp.pad(x, ((0, 0), (0, more)), constant_values=fill).reshape(rows, -1, BLOCK)
 
 
 def _halfway(low: jax.Array, high: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdecode.meshes import DATA, constrained
 from jaxdecode.transforms import search
 
 __all__ = [
@@ -145,9 +146,11 @@ def draw(logits: jax.Array, u: jax.Array, w: jax.Array | None = None) -> Drawn:
     size = logits.shape[1]
     w = search.blocks_of(_exact_weights(logits, w), 0)
     coarse = jnp.round(w * 2.0**16) / 2.0**16  # sums of up to 2^8 of these multiples of 2^-16 are exact
-    # XLA:CPU sums arrays several times faster than results of a fusion
+    # XLA:CPU sums arrays several times faster than results of a fusion. Over a mesh every device gets the sums of all
+    # blocks, a number for 128 ids: a scan over devices would exchange as much in many steps.
     sums = [
-        (jnp.sum(lax.optimization_barrier(x), axis=-1), jnp.zeros(w.shape[:2], w.dtype)) for x in (coarse, w - coarse)
+        (constrained(jnp.sum(lax.optimization_barrier(x), axis=-1), DATA), jnp.zeros(w.shape[:2], w.dtype))
+        for x in (coarse, w - coarse)
     ]
     some = (sums[0][0] > 0) | (sums[1][0] > 0)  # without coarse weights the others are >= 0, and no sum of them is lost
     blocks = lax.associative_scan(_add, _add(*sums), axis=-1)
