@@ -25,7 +25,7 @@ import numpy as np
 
 import jaxdecode as jd
 from jaxdecode import calibration
-from jaxdecode.calibration.tuning import RATE, tune
+from jaxdecode.calibration.tuning import CODE_RATE, RATE, tune
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.evaluation import Evaluation, evaluate
 
@@ -72,8 +72,10 @@ def quantized(entry: str, loaded: jd.Loaded, asked: Any, clock: Clock) -> Any:
         found = calibration.calibrate(loaded.config, loaded.params, tokens, scheme, **how, progress=clock).params
         if method == "gptq":
             return found
-        more: Any = {"steps": asked.steps, "rate": asked.rate, "key": jax.random.key(0), "progress": clock}
-        folder = asked.folder / f"{entry.replace(':', '-')}-{asked.steps}-{asked.rate:g}"
+        tokens = calibration.windows_of(ids, min(asked.steps, len(ids) // asked.width), asked.width, jax.random.key(1))
+        more: Any = {"steps": asked.steps, "rate": asked.rate, "code_rate": asked.code_rate, "key": jax.random.key(0)}
+        more["progress"] = clock
+        folder = asked.folder / f"{entry.replace(':', '-')}-{asked.steps}-{asked.rate:g}-{asked.code_rate:g}"
         return tune(loaded.model, loaded.params, found, tokens, **more, folder=folder)
     ends = ("embed", "head")
     return {
@@ -156,7 +158,8 @@ def main() -> int:
     options.add_argument("--width", type=int, default=512, help="tokens of each")
     options.add_argument("--correction", type=float, default=calibration.CORRECTION, help="see calibrate")
     options.add_argument("--steps", type=int, default=32, help="of tuning")
-    options.add_argument("--rate", type=float, default=RATE)
+    options.add_argument("--rate", type=float, default=RATE, help="of grids and norms")
+    options.add_argument("--code-rate", type=float, default=CODE_RATE)
     options.add_argument("--folder", type=Path, default=Path(".compare_quantization"))
     options.add_argument("--seconds", type=float, default=1e9)
     asked = options.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import jaxdecode as jd
 from jaxdecode import calibration, kvcache, linear
 from jaxdecode.calibration import rounding
+from jaxdecode.calibration.channels import divided, links
 from jaxdecode.calibration.grids import expand, refit, rounded, search
 from jaxdecode.calibration.stages import transformer_stages
 from jaxdecode.calibration.tuning import tune
@@ -210,6 +212,37 @@ def test_layers_one_by_one_are_the_model() -> None:
     assert isinstance(model.init_cache(PARAMS, 1, 4), kvcache.KVCache)
     stages = transformer_stages(CONFIG).stages
     assert len({stage.apply for stage in stages}) == 2  # a layer with a window, and two alike without
+
+
+# Channels
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ({"qkv_bias": True}, ("qkv", "gate_up", "out", "down")),
+        ({"norm": "layer", "gated": False, "mlp_bias": True, "parallel": True}, ("qkv", "up", "out")),
+        ({"norm_place": "after", "qk_norm": True, "mlp_bias": True}, ("out", "down")),
+        ({"n_experts": 2, "experts_per_token": 1}, ("qkv", "out")),
+    ],
+)
+def test_channels_divided_by_powers_of_2_are_the_same_model_to_the_last_bit(kind: Any, expected: Any) -> None:
+    config = dataclasses.replace(CONFIG, n_layers=1, sliding_window=None, **kind)
+    params, rng = init_params(config, jax.random.key(7)), np.random.default_rng(8)
+    params = jax.tree.map(lambda x: x + 0.1 if x.ndim == 1 else x, params)  # biases that are not 0
+    assert links(config) == expected
+    layer = params["layers"][0]
+    by = {name: 2.0 ** rng.integers(-3, 4, layer[name].shape[1]) for name in expected}
+    by["out"] = by["out"].reshape(2, 2, 6)[:, :1].repeat(2, 1).reshape(-1)
+    other = divided(config, layer, by)
+    assert all((other[name] != layer[name]).any() for name in expected)
+    model = transformer(config)
+
+    @jax.jit
+    def logits(params: Any) -> jax.Array:
+        return model.apply(params, TOKENS[:2], model.init_cache(params, 2, 32))[0]
+
+    np.testing.assert_array_equal(logits({**params, "layers": (other,)}), logits(params))
 
 
 # A model
