@@ -17,7 +17,9 @@ import numpy as np
 from jaxdecode.base import Params
 from jaxdecode.models.transformer import TransformerConfig
 
-__all__ = ["divided", "links"]
+__all__ = ["divided", "factors", "links"]
+
+MOST = 8  # bits that a channel is shifted by
 
 
 def links(config: TransformerConfig) -> tuple[str, ...]:
@@ -31,6 +33,28 @@ def links(config: TransformerConfig) -> tuple[str, ...]:
     if config.gated and not config.n_experts:
         found.append("down")
     return tuple(found)
+
+
+def factors(config: TransformerConfig, layer: Params, moments: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By what to divide the inputs of each matrix that can be, from their second moments [K,K]: powers of 2.
+
+    The square root of the root mean squares of inputs by that of columns, so that both sides carry half of what is
+    uneven; about 1 on the whole.
+    """
+    found = {}
+    for name in links(config):
+        if name not in moments:
+            continue
+        size = np.diag(moments[name])
+        column = np.mean(np.square(np.asarray(layer[name], np.float64)), axis=0)
+        there = (size > 0) & (column > 0)
+        wanted = np.log2(np.where(there, size, 1) / np.where(there, column, 1)) / 4
+        wanted = np.where(there, wanted - (np.median(wanted[there]) if there.any() else 0), 0)
+        if name == "out":
+            wanted = wanted.reshape(config.n_kv_heads, -1, config.head_dim)
+            wanted = np.broadcast_to(wanted.mean(1, keepdims=True), wanted.shape).reshape(-1)
+        found[name] = 2.0 ** np.clip(np.round(wanted), -MOST, MOST)
+    return found
 
 
 def divided(config: TransformerConfig, layer: Params, by: Mapping[str, Any]) -> Params:

@@ -1,11 +1,12 @@
 """A learned correction: codes, grids and norms of a quantized model moved, by gradient, towards the model's own laws.
 
-Every code is learned as a real number that is rounded where it is used, while the gradient passes as if it were not (a
-straight-through estimator, Bengio et al. 2013). It begins where the unquantized weight lies on the grid, as far as that
-rounds to the code which is there. Every grid gets a factor and, of an affine grid, a shift of its middle; every vector
-gets a factor for each entry. What is minimized is the mean KL divergence from the laws of the unquantized model on a
-text, by Adam with rates that rise quickly and fall to 0 along a half cosine; of the squared gradients of codes the means of rows and
-columns are kept alone (Adafactor, Shazeer and Stern 2018), which is half of the memory.
+Every grid gets a factor and, of an affine grid, a shift of its middle; every vector gets a factor for each entry. Codes
+are learned as real numbers that are rounded where they are used, while the gradient passes as if they were not (a
+straight-through estimator, Bengio et al. 2013): one that begins near a boundary costs little when it crosses it.
+
+What is minimized is the mean KL divergence from the laws of the unquantized model on a text, by Adam with rates that
+rise quickly and fall to 0 along a half cosine; of the squared gradients of codes the means of rows and columns are kept
+alone (Adafactor, Shazeer and Stern 2018), which is half of the memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ KEPT = 16  # steps between two times that the state is kept
 FAST, SLOW = np.float32(0.9), np.float32(0.95)  # what the running means keep; few steps need short memories
 BITS = 8  # codes of so many need no correction
 TINY = np.float32(1e-12)
-INSIDE = 0.4  # how far from a code the number may begin that is rounded to it
+INSIDE = 0.49  # how far from a code the number may begin that is rounded to it
 
 Progress = Callable[[str, float], None]
 
@@ -49,18 +50,20 @@ def tune(
     tokens: Any,
     *,
     steps: int,
+    places: Mapping[str, np.ndarray] | None = None,
     rate: float = RATE,
     code_rate: float = CODE_RATE,
     key: jax.Array,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Params:
-    """``quantized`` with the codes, grids and vectors that ``steps`` steps of Adam find, a row of ``tokens`` [B,S] each.
+    """``quantized`` with the codes, grids and vectors that ``steps`` steps find, a row of ``tokens`` [B,S] each.
 
-    params: the model that it stands for. key: the order of the rows. rate: about the largest relative change of grids
-    and vectors in a step, code_rate: of codes, in steps of their grids; 0: they stay. folder: where the state is kept
-    every few steps, and when ``progress`` raises: the same call goes on there, to the same bits. ValueError: other work
-    in the folder, tokens that are no [B,S].
+    params: the model that it stands for. places: where the codes begin, as `calibrate` tells; of matrices without,
+    where their weights lie, as far as that rounds to the code which is there. key: the order of the rows. rate: about
+    the largest relative change of grids and vectors in a step, code_rate: of codes, in steps of their grids; 0: they
+    stay. folder: where the state is kept every few steps, and when ``progress`` raises: the same call goes on there, to
+    the same bits. ValueError: other work in the folder, tokens that are no [B,S].
     """
     tokens = np.asarray(tokens, np.int32)
     checks.require(tokens.ndim == 2 and tokens.size > 0, "tokens", "an array [B,S]", f"shape {tokens.shape}")
@@ -71,7 +74,7 @@ def tune(
         about["params"] = [params_digest(params), params_digest(quantized)]
     kept = Steps(folder, about)
     parts = jax.tree.map(_part, quantized, is_leaf=is_quantized)
-    state = jax.jit(_start)(parts, params)
+    state = jax.jit(_start)(parts, params, _by_name(parts, places or {}))
     first, state = _resumed(kept, steps, state)
     done = "tuning"
     for step in range(first, steps):
@@ -107,8 +110,8 @@ def _resumed(kept: Steps, steps: int, state: Any) -> tuple[int, Any]:
     """The state that was kept last, and how many steps it has behind it."""
     for done in range(steps, 0, -1):
         if (held := kept.read(done)) is not None:
-            structure = jax.tree.structure(state)
-            return done, jax.tree.unflatten(structure, [held[0][f"{i:06d}"] for i in range(structure.num_leaves)])
+            leaves = [held[0][f"{i:06d}"] for i in range(len(jax.tree.leaves(state)))]
+            return done, jax.tree.unflatten(jax.tree.structure(state), leaves)
     return 0, state
 
 
@@ -146,6 +149,16 @@ def _part(leaf: Any) -> _Part:
     return _Part(None, None, dequantize(leaf) if fixed else leaf, "fixed" if fixed else "vector")
 
 
+def _by_name(parts: Any, places: Mapping[str, np.ndarray]) -> Any:
+    """A tree with the place of every weight that has one, else None."""
+
+    def one(path: tuple[Any, ...], part: _Part) -> Any:
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        return places.get(name) if part.codes is not None else None
+
+    return jax.tree_util.tree_map_with_path(one, parts, is_leaf=_is_part)
+
+
 class _Moves(NamedTuple):
     """What is learned of a leaf, or something of the same shapes: real-valued codes, a factor and a shift of grids."""
 
@@ -158,23 +171,24 @@ def _is_moves(x: Any) -> bool:
     return isinstance(x, _Moves)
 
 
-def _start(parts: Any, params: Params) -> Any:
+def _start(parts: Any, params: Params, places: Any) -> Any:
     """What is learned, before the first step, and the running means of its gradient and of the square of that."""
-    theta = jax.tree.map(_blank, parts, params, is_leaf=_is_part)
+    theta = jax.tree.map(_blank, parts, params, places, is_leaf=_is_part)
     mean = jax.tree.map(jnp.zeros_like, theta)
     return theta, mean, jax.tree.map(_blank_square, mean, is_leaf=_is_moves)
 
 
-def _blank(part: _Part, w: Any) -> _Moves:
+def _blank(part: _Part, w: Any, place: Any) -> _Moves:
     """Factors and shifts, all 0; of a weight the numbers that are rounded to its codes."""
     if part.about == "fixed":
         return _Moves()
     if part.about == "vector":
         return _Moves(factor=jnp.zeros(part.offset.shape, jnp.float32))
     codes, (scale, offset) = part.codes.astype(jnp.float32), _by_columns(part, part.scale, part.offset)
-    place = (w.astype(jnp.float32) - offset) / jnp.where(scale == 0, 1, scale)
+    if place is None:
+        place = (w.astype(jnp.float32) - offset) / jnp.where(scale == 0, 1, scale) - codes
     none = jnp.zeros(part.scale.shape, jnp.float32)
-    near = jnp.clip(place, codes - INSIDE, codes + INSIDE)
+    near = codes + jnp.clip(place.astype(jnp.float32), -INSIDE, INSIDE)
     return _Moves(near, none, none if part.about.grid == "affine" else None)
 
 
@@ -231,7 +245,8 @@ def _step(model: Model, params: Params, parts: Any, state: Any, row: Any, number
     mean = jax.tree.map(lambda m, g: FAST * m + (1 - FAST) * g, mean, slope)
     square = jax.tree.map(_squares, square, slope, is_leaf=_is_moves)
     fair = (1 - FAST**number), (1 - SLOW**number)
-    theta = jax.tree.map(lambda *leaf: _walked(*leaf, rates, fair), theta, mean, square, is_leaf=_is_moves)
+    walked = functools.partial(_walked, rates=rates, fair=fair)
+    theta = jax.tree.map(walked, theta, mean, square, is_leaf=_is_moves)
     theta = jax.tree.map(_inside, parts, theta, is_leaf=_is_part)
     return (theta, mean, square), value
 
