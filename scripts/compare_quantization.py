@@ -25,7 +25,7 @@ import numpy as np
 
 import jaxdecode as jd
 from jaxdecode import calibration
-from jaxdecode.calibration.tuning import RATE, tune
+from jaxdecode.calibration.tuning import CODE_RATE, RATE, tune
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.evaluation import Evaluation, evaluate
 
@@ -58,7 +58,7 @@ def parsed(entry: str) -> tuple[str, str, str, str]:
     """scheme, method, range, others."""
     what, _, others = entry.partition("@")
     scheme, method, span = [*what.split(":"), "", ""][:3]
-    whole = scheme in ("int8", "int8_weights")
+    whole = scheme in ("int8", "int8_weights") and method in ("", "rounding")
     return scheme, method or "rounding", span or "max", others or (scheme if whole else calibration.OTHERS)
 
 
@@ -68,13 +68,16 @@ def quantized(entry: str, loaded: jd.Loaded, asked: Any, clock: Clock) -> Any:
         ids = loaded.tokenizer.encode(asked.calibration.read_text("utf-8"))
         tokens = calibration.windows_of(ids, asked.rows, asked.width, jax.random.key(0))
         how: Any = {"others": others, "range": span, "correction": asked.correction}
+        how["fisher"] = jax.random.key(2) if asked.fisher else None
         how["folder"] = asked.folder / entry.replace(":", "-").replace("tuned", "gptq")
-        found = calibration.calibrate(loaded.config, loaded.params, tokens, scheme, **how, progress=clock).params
+        found = calibration.calibrate(loaded.config, loaded.params, tokens, scheme, **how, progress=clock)
         if method == "gptq":
-            return found
-        more: Any = {"steps": asked.steps, "rate": asked.rate, "key": jax.random.key(0), "progress": clock}
-        folder = asked.folder / f"{entry.replace(':', '-')}-{asked.steps}-{asked.rate:g}"
-        return tune(loaded.model, loaded.params, found, tokens, **more, folder=folder)
+            return found.params
+        tokens = calibration.windows_of(ids, min(asked.steps, len(ids) // asked.width), asked.width, jax.random.key(1))
+        more: Any = {"steps": asked.steps, "rate": asked.rate, "code_rate": asked.code_rate, "key": jax.random.key(0)}
+        more |= {"places": found.places, "progress": clock}
+        folder = asked.folder / f"{entry.replace(':', '-')}-{asked.steps}-{asked.rate:g}-{asked.code_rate:g}"
+        return tune(loaded.model, found.exact, found.params, tokens, **more, folder=folder)
     ends = ("embed", "head")
     return {
         name: jd.quantize(value, others) if name in ends else jd.quantize(value, scheme, range=span)
@@ -155,8 +158,10 @@ def main() -> int:
     options.add_argument("--rows", type=int, default=24, help="windows of the text to calibrate on")
     options.add_argument("--width", type=int, default=512, help="tokens of each")
     options.add_argument("--correction", type=float, default=calibration.CORRECTION, help="see calibrate")
+    options.add_argument("--fisher", action="store_true", help="rows take up each other's errors")
     options.add_argument("--steps", type=int, default=32, help="of tuning")
-    options.add_argument("--rate", type=float, default=RATE)
+    options.add_argument("--rate", type=float, default=RATE, help="of grids and norms")
+    options.add_argument("--code-rate", type=float, default=CODE_RATE)
     options.add_argument("--folder", type=Path, default=Path(".compare_quantization"))
     options.add_argument("--seconds", type=float, default=1e9)
     asked = options.parse_args()

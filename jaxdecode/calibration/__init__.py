@@ -22,13 +22,15 @@ import numpy as np
 from jaxdecode import checks
 from jaxdecode.base import Model, Params
 from jaxdecode.caches import params_digest
-from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, aim, damped, round_matrix
+from jaxdecode.calibration.channels import divided, factors
+from jaxdecode.calibration.fisher import output_information
+from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, aim, damped, round_matrix, round_to_bytes
 from jaxdecode.calibration.stages import Stage, Stages, one_stage, transformer_stages
 from jaxdecode.calibration.steps import Steps
 from jaxdecode.generation import vocab_size_of
-from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.models.transformer import TransformerConfig, transformer
 from jaxdecode.observed import second_moments
-from jaxdecode.quant import Scheme, Uniform, dequantize, is_quantized, pack, parse_scheme, quantize
+from jaxdecode.quant import QTensor, Scheme, Uniform, dequantize, is_quantized, pack, parse_scheme, quantize
 from jaxdecode.quant.schemes import Range
 
 __all__ = ["Calibrated", "MatrixCost", "Stage", "Stages", "calibrate", "one_stage", "transformer_stages", "windows_of"]
@@ -51,10 +53,16 @@ class MatrixCost(NamedTuple):
 
 
 class Calibrated(NamedTuple):
-    """``params`` with quantized matrices, and what the calibrated ones cost by name ("layers.0.qkv")."""
+    """``params`` with quantized matrices, and what the calibrated ones cost by name ("layers.0.qkv").
+
+    exact: the float params that they stand for: those given, or the same model with other channel scales. places: how
+    far from each code the number lies that would be best given all others, in steps of its grid, for `tuning.tune`.
+    """
 
     params: Params
     costs: Mapping[str, MatrixCost]
+    exact: Params
+    places: Mapping[str, np.ndarray]
 
 
 def windows_of(ids: Sequence[int], count: int, width: int, key: jax.Array) -> np.ndarray:
@@ -76,6 +84,8 @@ def calibrate(
     *,
     others: Scheme = OTHERS,
     range: Range = "max",  # as in `quantize`
+    balance: bool | None = None,
+    fisher: jax.Array | None = None,
     rounds: int = ROUNDS,
     correction: float = CORRECTION,
     folder: str | os.PathLike[str] | None = None,
@@ -87,9 +97,12 @@ def calibrate(
     any model whose products are ``linear.matmul``'s, seen at once as it is. others: the scheme of matrices that are not
     calibrated: embedding and output head of a config, all that multiplies nothing of a model. range: of plain rounding,
     which no row of a matrix may cost more than. correction: how far each matrix makes good for what the rounded stages
-    before it have changed, 0 (keep what its own weights do) to 1. rounds: see ``rounding.py``. folder: where finished
-    stages are kept: the same call goes on there, to the same bits. ValueError: a scheme that is no group-wise or
-    channel-wise one, ids out of range, other work in the folder.
+    before it have changed, 0 (keep what its own weights do) to 1. balance: move what is uneven in the inputs of a
+    layer's matrices to their weights (``channels.py``); None: if activations are rounded too, as by "int8". fisher: a
+    key: rows of a matrix take up each other's errors too, by what these do to the model's laws (``fisher.py``), and a
+    row may then cost more. rounds: see ``rounding.py``. folder: where finished stages are kept: the same call goes on
+    there, to the same bits. ValueError: a scheme with one grid for a whole tensor, ids out of range, other work in the
+    folder.
 
     >>> from jaxdecode.models.transformer import TransformerConfig, init_params
     >>> config = TransformerConfig(16, 8, 1, 2, 1, 4, 12, context_length=32)
@@ -99,8 +112,8 @@ def calibrate(
     True
     """
     uniform, rest = parse_scheme("scheme", scheme, range=range), parse_scheme("others", others)
-    if not isinstance(uniform, Uniform) or uniform.group == "tensor":
-        raise ValueError(f"scheme: expected a uniform scheme with a grid for each group or channel, got {scheme}")
+    if isinstance(uniform, Uniform) and uniform.group == "tensor":
+        raise ValueError(f"scheme: expected one with a grid for each group or channel, got {scheme}")
     stages = transformer_stages(model) if isinstance(model, TransformerConfig) else one_stage(model)
     tokens = np.asarray(tokens)
     ok = isinstance(correction, (int, float)) and 0 <= correction <= 1
@@ -111,20 +124,41 @@ def calibrate(
     codes = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
     checks.require(not codes, "params", "arrays", "quantized ones")
     digest = hashlib.sha256(tokens.astype(np.int32).tobytes()).hexdigest()
-    about = {"scheme": str(uniform), "range": uniform.range, "others": str(rest), "rounds": rounds, "tokens": digest}
+    balanced = uniform == "int8" if balance is None else balance
+    about: dict[str, Any] = {
+        "scheme": str(uniform),
+        "range": range,
+        "others": str(rest),
+        "rounds": rounds,
+        "tokens": digest,
+    }
     about |= {"shape": list(tokens.shape), "damping": DAMPING, "correction": correction}
+    about |= {"balance": True} if balanced else {}
+    about |= {} if fisher is None else {"fisher": np.asarray(jax.random.key_data(fisher)).tolist()}
     if folder is not None:
         about["params"] = params_digest(params)
     steps = Steps(folder, about)
-    how = _How(uniform, rest, rounds, correction)
+    outputs: Mapping[str, np.ndarray] = {}
+    if fisher is not None and isinstance(uniform, Uniform):
+        whole = transformer(model) if isinstance(model, TransformerConfig) else model
+        ids = tokens.astype(np.int32)
+        outputs = steps.once("fisher", lambda: output_information(whole, params, ids, fisher, progress))
+    how = _How(uniform, rest, rounds, correction, balanced, _dtype(params), outputs)
     return _through(stages, params, tokens.astype(np.int32), how, steps, progress)
 
 
+def _dtype(params: Params) -> Any:
+    return next(w.dtype for w in jax.tree.leaves(params) if jnp.issubdtype(w.dtype, jnp.floating))
+
+
 class _How(NamedTuple):
-    uniform: Uniform
+    uniform: Any
     others: Any
     rounds: int
     correction: float
+    balance: bool
+    dtype: Any
+    outputs: Mapping[str, np.ndarray]
 
 
 def _through(
@@ -133,7 +167,7 @@ def _through(
     wide = jax.tree.map(_wide, params)
     staged = {id(leaf) for stage in stages.stages for leaf in jax.tree.leaves(stage.get(params))}
     outside = jax.tree.map(lambda w: w if id(w) in staged else quantize(w, how.others), params)
-    new, costs, count = outside, {}, len(stages.stages)
+    new, same, costs, places, count = outside, params, {}, {}, len(stages.stages)
     streams: Any = None  # activations of the model, if they are aimed at, and of the rounded one
     for i, stage in enumerate(stages.stages):
         if progress is not None:
@@ -145,6 +179,7 @@ def _through(
                 streams = [_over(_call, stages.start, p, tokens) for p in models]
             exact, last = stage.get(wide), i + 1 == count
             arrays, after = _solve(stage, exact, streams, tokens.shape[1], how, last)
+            part = _divided(stage, part, arrays)
             quantized = _built(part, arrays, how)
             if not last:
                 own = _over(_call, stage.apply, _values(quantized), streams[-1])
@@ -152,12 +187,14 @@ def _through(
             steps.write(i, arrays, np.stack(streams))
         else:
             arrays, streams = held
+            part = _divided(stage, part, arrays)
             quantized = _built(part, arrays, how)
-        new = stage.put(new, quantized)
+        new, same = stage.put(new, quantized), stage.put(same, part)
         prefix = "".join(f"{key}." for key in stage.path)
         for name in sorted({key.rpartition("/")[0] for key in arrays}):
             costs[prefix + name] = MatrixCost(*(float(arrays[f"{name}/{kind}"]) for kind in ("cost", "rounding_cost")))
-    return Calibrated(new, costs)
+            places[prefix + name] = arrays[f"{name}/place"]
+    return Calibrated(new, costs, same, places)
 
 
 def _wide(w: jax.Array) -> jax.Array:
@@ -210,6 +247,12 @@ def _solve(
             name = _name(path)
             total[name] = total.get(name, np.float64(0)) + np.asarray(moment, np.float64)
     arrays: dict[str, np.ndarray] = {}
+    prefix = "".join(f"{key}." for key in stage.path)
+    if how.balance and stage.config is not None:
+        by = factors(stage.config, part, {name: m[0] if m.ndim == 3 else m for name, m in total.items()})
+        part = divided(stage.config, part, by)
+        total |= {name: total[name] / np.outer(s, s) for name, s in by.items()}
+        arrays |= {f"{name}/divided": s for name, s in by.items()}
     for path, leaf in jax.tree_util.tree_leaves_with_path(part):
         name = _name(path)
         if (moments := total.get(name)) is None or not moments.any():
@@ -218,7 +261,12 @@ def _solve(
         w, number = np.asarray(leaf, np.float32), len(streams[0]) * width
         h = damped(moments[0] if how.correction else moments, number)
         wanted = aim(w, h, moments / number, how.correction) if how.correction else w
-        found = round_matrix(w, h, how.uniform, aim=wanted, rounds=how.rounds)
+        if isinstance(how.uniform, Uniform):
+            hang = how.outputs.get(prefix + name)
+            outputs = None if hang is None else damped(hang, 1)
+            found = round_matrix(w, h, how.uniform, aim=wanted, outputs=outputs, rounds=how.rounds)
+        else:
+            found = round_to_bytes(w, h, how.dtype, aim=wanted)
         arrays |= {f"{name}/{kind}": value for kind, value in _described(found, wanted, h).items()}
     return arrays, after
 
@@ -226,7 +274,13 @@ def _solve(
 def _described(found: Rounded, w: np.ndarray, h: np.ndarray) -> dict[str, Any]:
     power = float(np.einsum("nk,nk->", w @ h.astype(np.float32), w)) or 1.0
     totals = {"cost": found.cost.sum() / power, "rounding_cost": found.rounding_cost.sum() / power}
-    return {"codes": found.codes, "scale": found.scale, "offset": found.offset, **totals}
+    return {"codes": found.codes, "scale": found.scale, "offset": found.offset, "place": found.place, **totals}
+
+
+def _divided(stage: Stage, part: Params, arrays: Mapping[str, np.ndarray]) -> Params:
+    """The part with the channel scales that were found for it."""
+    by = {key.rpartition("/")[0]: s for key, s in arrays.items() if key.endswith("/divided")}
+    return divided(stage.config, part, by) if by and stage.config is not None else part
 
 
 def _built(part: Params, arrays: Mapping[str, np.ndarray], how: _How) -> Params:
@@ -237,6 +291,8 @@ def _built(part: Params, arrays: Mapping[str, np.ndarray], how: _How) -> Params:
         if f"{name}/codes" not in arrays:
             return quantize(w, how.others) if not is_quantized(w) else w
         codes, scale, offset = (jnp.asarray(arrays[f"{name}/{kind}"]) for kind in ("codes", "scale", "offset"))
-        return pack(codes, scale, offset, how.uniform, w.dtype)
+        if isinstance(how.uniform, Uniform):
+            return pack(codes, scale, offset, how.uniform, w.dtype)
+        return QTensor((codes.astype(jnp.int16) - 128).astype(jnp.int8), scale[:, 0].astype(w.dtype), how.uniform)
 
     return jax.tree_util.tree_map_with_path(leaf, part, is_leaf=is_quantized)

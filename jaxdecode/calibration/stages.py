@@ -17,10 +17,14 @@ Path = tuple[str | int, ...]
 
 
 class Stage(NamedTuple):
-    """``apply(part, x) -> x`` on the part of the params at ``path``; equal functions are the same object."""
+    """``apply(part, x) -> x`` on the part of the params at ``path``; equal functions are the same object.
+
+    config: of a stage that is a layer, whose channels can be divided (``channels.py``).
+    """
 
     path: Path
     apply: Callable[[Params, Any], Any]
+    config: TransformerConfig | None = None
 
     def get(self, params: Params) -> Params:
         for key in self.path:
@@ -64,7 +68,7 @@ def transformer_stages(config: TransformerConfig) -> Stages:
         return apply
 
     distinct = {window: layer(windows.index(window)) for window in set(windows)}  # alike, they are compiled once
-    return Stages(start, tuple(Stage(("layers", i), distinct[window]) for i, window in enumerate(windows)))
+    return Stages(start, tuple(Stage(("layers", i), distinct[window], config) for i, window in enumerate(windows)))
 
 
 def _rows(x: jax.Array, batch: int) -> jax.Array:

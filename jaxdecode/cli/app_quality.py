@@ -21,7 +21,7 @@ from jaxdecode.cli.app import (
 
 __all__ = ["evaluate", "quantize"]
 
-MethodName = Literal["rounding", "gptq"]
+MethodName = Literal["rounding", "gptq", "fisher"]
 RangeName = Literal["max", "percentile", "search"]
 Window = Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of the text that are read together.")]
 Stride = Annotated[
@@ -89,7 +89,8 @@ def evaluate(
     epilog=examples(
         "jaxdecode quantize smollm2-135m --scheme int4 -o DIR",
         "jaxdecode quantize smollm2-135m --scheme int4 --range search --eval other.txt -o DIR",
-        "jaxdecode quantize smollm2-135m --scheme int3_affine --method gptq --text book.txt --eval other.txt -o DIR",
+        "jaxdecode quantize smollm2-135m --scheme int8 --method gptq --text book.txt --eval other.txt -o DIR",
+        "jaxdecode quantize smollm2-135m --scheme int3_affine --method fisher --tune 64 --text book.txt -o DIR",
     ),
 )
 def quantize(
@@ -101,15 +102,20 @@ def quantize(
             metavar="SCHEME", help="int8, int8_weights, or int{1 to 8}[_even|_zero|_affine][_g{size}|_channel|_tensor]."
         ),
     ],
-    method: Annotated[MethodName, typer.Option(help="To the nearest, or calibrated on a text.")] = "rounding",
+    method: Annotated[
+        MethodName,
+        typer.Option(
+            help="To the nearest, or calibrated on a text: row by row, or rows taking up each other's errors."
+        ),
+    ] = "rounding",
     range_: Annotated[
         RangeName, typer.Option("--range", help="How far a grid goes: to the largest, 99.9%, or the least error.")
     ] = "max",
-    text: Annotated[str | None, typer.Option(metavar="FILE", help="The text to calibrate on; for gptq.")] = None,
+    text: Annotated[str | None, typer.Option(metavar="FILE", help="The text to calibrate on.")] = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Windows drawn from that text.")] = 16,
     window: Window = 512,
     tune: Annotated[
-        int, typer.Option(metavar="N", min=0, help="After gptq, N steps that move grids and norms by gradient.")
+        int, typer.Option(metavar="N", min=0, help="After that, N steps that move codes, grids and norms by gradient.")
     ] = 0,
     seed: Seed = 0,
     others: Annotated[
@@ -127,8 +133,8 @@ def quantize(
     """Write a quantized copy of a model to a folder, which every command takes as a model.
 
     report.json in it, and the table printed, tell what that cost: bytes, errors of every matrix beside their bounds,
-    and with --eval perplexity, KL divergence and agreement on a text. gptq takes minutes; a kill loses at most one
-    layer: the same command goes on.
+    and with --eval perplexity, KL divergence and agreement on a text. Calibration takes minutes; a kill loses at most
+    one layer, or 16 steps: the same command goes on.
     """
     from jaxdecode.cli.quantizing import Asked, run
 

@@ -47,12 +47,12 @@ class Asked(NamedTuple):
 
 def run(asked: Asked) -> int:
     """Quantize, measure, write, tell. Returns the exit code."""
-    if asked.method == "gptq" and asked.text is None:
-        raise BadInput("--method gptq: expected a text to calibrate on (--text FILE), got none")
+    if asked.method != "rounding" and asked.text is None:
+        raise BadInput(f"--method {asked.method}: expected a text to calibrate on (--text FILE), got none")
     if asked.method == "rounding" and asked.text is not None:
-        raise BadInput("--text: expected --method gptq, which reads it, got rounding")
+        raise BadInput("--text: expected --method gptq or fisher, which read it, got rounding")
     if asked.method == "rounding" and asked.tune:
-        raise BadInput("--tune: expected --method gptq, which it follows, got rounding")
+        raise BadInput("--tune: expected --method gptq or fisher, which it follows, got rounding")
     progress = Progress()
     folder = Path(asked.output).expanduser()
     work = folder.with_name(f".{folder.name}.calibration")  # what is finished, until all is
@@ -88,10 +88,11 @@ def _quantized(asked: Asked, folder: Path, work: Path, progress: Progress) -> di
     if any(map(is_quantized, jax.tree.leaves(loaded.params, is_leaf=is_quantized))):
         raise ValueError(f"MODEL: expected float weights, got quantized ones in {asked.model}")
     effect_ids = None if asked.eval is None else read_ids(asked.eval, loaded, asked.max_tokens)
-    params, costs, notes = _rounded(asked, loaded) if asked.text is None else _calibrated(asked, loaded, work, progress)
+    made = _rounded(asked, loaded) if asked.text is None else _calibrated(asked, loaded, work, progress)
+    params, exact, costs, notes = made
     progress("measuring the errors")
     report: dict[str, Any] = {"format": FORMAT, "version": VERSION, "model": asked.model, **notes}
-    matrices = described_matrices(loaded.params, params, costs, inside=asked.text is None and asked.range == "max")
+    matrices = described_matrices(exact, params, costs, inside=asked.text is None and asked.range == "max")
     report["bytes"] = {"before": _bytes(loaded.params), "after": _bytes(params)}
     report["effect"] = None
     if effect_ids is not None:
@@ -101,8 +102,11 @@ def _quantized(asked: Asked, folder: Path, work: Path, progress: Progress) -> di
     return report
 
 
-def _rounded(asked: Asked, loaded: Loaded) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Every matrix by itself. ValueError: an unknown scheme, or a matrix that it cannot hold."""
+def _rounded(asked: Asked, loaded: Loaded) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """Every matrix by itself: params, the exact ones, costs, notes.
+
+    ValueError: an unknown scheme, or a matrix that it cannot hold.
+    """
     import jaxdecode
 
     others = asked.others or asked.scheme
@@ -111,12 +115,12 @@ def _rounded(asked: Asked, loaded: Loaded) -> tuple[Any, dict[str, Any], dict[st
     params = jaxdecode.quantize(rest, asked.scheme, range=asked.range)
     ends = jaxdecode.quantize(ends, others, range=asked.range if others == asked.scheme else "max")
     notes = {"method": "rounding", "scheme": asked.scheme, "others": others, "range": asked.range}
-    return {name: {**params, **ends}[name] for name in loaded.params}, {}, notes
+    return {name: {**params, **ends}[name] for name in loaded.params}, loaded.params, {}, notes
 
 
 def _calibrated(
     asked: Asked, loaded: Loaded, work: Path, progress: Progress
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """All matrices of the layers on a text. ValueError: no such scheme, or too short a text."""
     import jax
 
@@ -130,16 +134,24 @@ def _calibrated(
     key = jax.random.key(asked.seed)
     tokens = calibration.windows_of(ids, asked.rows, asked.window, key)
     how: Any = {"others": asked.others or calibration.OTHERS, "range": asked.range}
-    found = calibration.calibrate(
-        loaded.config, loaded.params, tokens, asked.scheme, **how, folder=work, progress=progress
-    )
+    more: Any = {"fisher": jax.random.fold_in(key, 2) if asked.method == "fisher" else None, "folder": work}
+    found = calibration.calibrate(loaded.config, loaded.params, tokens, asked.scheme, **how, **more, progress=progress)
     params = found.params
     if asked.tune:
-        more: Any = {"steps": asked.tune, "key": key, "folder": work / "tuning", "progress": progress}
-        params = tune(loaded.model, loaded.params, params, tokens, **more)
+        more = {"steps": asked.tune, "places": found.places, "folder": work / "tuning", "progress": progress}
+        count = min(asked.tune, len(ids) // asked.window)
+        tokens = calibration.windows_of(ids, count, asked.window, jax.random.fold_in(key, 1))
+        params = tune(loaded.model, found.exact, params, tokens, key=key, **more)
     text = {"file": Path(asked.text).name, "sha256": digest, "rows": asked.rows, "window": asked.window}
-    notes = {"method": "gptq", "scheme": asked.scheme, **how, "text": text, "tune": asked.tune, "seed": asked.seed}
-    return params, dict(found.costs), notes
+    notes = {
+        "method": asked.method,
+        "scheme": asked.scheme,
+        **how,
+        "text": text,
+        "tune": asked.tune,
+        "seed": asked.seed,
+    }
+    return params, found.exact, dict(found.costs), notes
 
 
 def _effect(
