@@ -21,11 +21,11 @@ MOST_MAPS = 20_000
 # Files whose tests ask what the library does, not what the compiler makes of its arithmetic: `scripts/test` compiles
 # their programs with few optimizations, in a third of the time, and those of all others as users do. (Not with files of
 # narrow floats, which such programs may not know, or of numbers below the normal range, which they treat otherwise.)
-LOGIC = ("adapters", "beam", "bench", "caches", "calibration", "checkpoint_gguf", "checkpoint_hf", "checkpoint_hostile")
-LOGIC += ("checkpoint_load", "checkpoint_safetensors", "cli", "composition", "constraint", "custom_models", "docs")
-LOGIC += ("engine", "evaluation", "examples", "experts", "exporting", "families", "hub", "invariance")
-LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "processes", "processing_bad_input", "ray")
-LOGIC += ("scale", "scoring", "sequence_law", "session", "settings", "speculative", "tokenizer")
+LOGIC = ("adapters", "beam", "bench", "caches", "calibration", "checkpoint", "cli", "composition", "constraint")
+LOGIC += ("custom_models", "cutoffs", "docs", "engine", "evaluation", "examples", "experts", "exporting", "families")
+LOGIC += ("hub", "invariance", "keys", "kvcache_windows", "layers", "models_from_models", "package", "penalties")
+LOGIC += ("processes", "processing_bad_input", "ray", "scale", "scoring", "sequence_law", "session", "settings")
+LOGIC += ("speculative", "temperature", "tokenizer", "transforms_table")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and those
 # that go through all parts of the library. (`scripts/test --python 3.13` runs all.)
 BOTH = ("cli_process", "engine.py", "exporting", "jax_faults", "kvcache.py", "operation_counts", "package", "programs")
@@ -34,8 +34,10 @@ BOTH += ("processes", "quant.py", "quant_products", "real_model", "transformer.p
 # Long ones of their tests that ask nothing which others of them do not ask.
 ONCE = ("test_bf16", "test_goldens_with_drafts", "test_goldens_alone", "test_an_int8_cache", "test_int8_weights_change")
 # The files that take longest, longest first: begun last, one of them would run on while the other workers are idle.
-LONG = ("real_model", "decoders_table", "constraints.py", "docs", "quant", "transformer.py", "processing.py")
-LONG += ("engine_schedules", "cli_results", "cli_batch", "speculative", "beam", "checkpoint_quantized", "real_engine")
+LONG = ("docs", "real_model", "speculative", "decoders_table", "constraints.py", "beam.py", "caches", "quant.py")
+LONG += ("quant_products", "truncation", "processing.py", "draw", "doctests", "exporting", "cutoffs", "transforms_table")
+LONG += ("batch_invariance", "operation_counts", "transformer.py", "margins", "engine_schedules", "programs", "bench.py")
+LONG += ("checkpoint_quantized", "families", "cli", "kvcache", "calibration", "gguf_blocks", "beam_settings")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
