@@ -25,7 +25,7 @@ LOGIC = ("adapters", "beam", "bench", "caches", "calibration", "checkpoint_gguf"
 LOGIC += ("checkpoint_load", "checkpoint_safetensors", "cli", "composition", "constraint", "custom_models", "docs")
 LOGIC += ("engine", "evaluation", "examples", "experts", "exporting", "families", "hub", "invariance")
 LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "processing_bad_input", "ray", "scoring")
-LOGIC += ("sequence_law", "session", "settings", "speculative", "tokenizer")
+LOGIC += ("sequence_law", "session", "settings", "sharding", "speculative", "tokenizer")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and those
 # that go through all parts of the library. (`scripts/test --python 3.13` runs all.)
 BOTH = ("cli_process", "engine.py", "exporting", "jax_faults", "kvcache.py", "operation_counts", "package", "programs")
