@@ -49,6 +49,12 @@ CacheDtypeName = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 CacheDtype = Annotated[
     CacheDtypeName | None, typer.Option(help="Type of keys and values in the cache; as the weights if not given.")
 ]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh", metavar="AXES", help="Many devices: data=N for rows, tensor=N for weights, or both with ','."
+    ),
+]
 NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")
 ]
@@ -165,6 +171,7 @@ def generate(
         int | None,
         typer.Option(metavar="N", min=1, help="The most tokens a model drafts at once (7).", rich_help_panel=DRAFTS),
     ] = None,
+    mesh: MeshOption = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Continue a text, or answer it (--chat).
@@ -206,6 +213,7 @@ def generate(
         compile_cache=not no_compile_cache,
         draft=Draft(draft_model, draft_quantize, draft_length),
         cache_dtype=cache_dtype,
+        mesh=mesh,
     )
     raise typer.Exit(run(prompt, request))
 

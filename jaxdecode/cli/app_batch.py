@@ -10,6 +10,7 @@ from jaxdecode.cli.app import (
     CacheDtype,
     Dtype,
     MaxNewTokens,
+    MeshOption,
     MinP,
     ModelOption,
     NoCompileCache,
@@ -89,6 +90,7 @@ def batch(
     dtype: Dtype = "float32",
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
+    mesh: MeshOption = None,
     no_compile_cache: NoCompileCache = False,
 ) -> None:
     """Answer every line of a file.
@@ -121,6 +123,7 @@ def batch(
         stream=False,
         compile_cache=not no_compile_cache,
         cache_dtype=cache_dtype,
+        mesh=mesh,
     )
     asked = Asked(
         source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant, record

@@ -24,6 +24,7 @@ from jaxdecode.cli.choices import (
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import TEXTS, fields
 from jaxdecode.cli.files import check_target, write_json
+from jaxdecode.cli.meshing import over_mesh
 from jaxdecode.cli.record import recorded
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
 
@@ -47,17 +48,19 @@ def run(prompt: str | None, request: Request) -> int:
             keep_compiled_programs()
         import jaxdecode
 
-        with bad_input():
+        with over_mesh(request.mesh) as spread, bad_input():
             target = None if request.record is None else check_target(request.record)
             numbers = {k: v for k, v in settings_of(request).items() if k not in TEXTS}
             jaxdecode.Settings(**numbers)  # a number out of range should not wait for the model
             request = request._replace(constraints=constraining.read(request.constraints))
-            loaded = jaxdecode.load(request.model, **request.loading, progress=progress)
-            draft = drafting.load_draft(loaded, request.model, request.draft, request.loading, progress)
+            loading = {**request.loading, **spread}
+            loaded = jaxdecode.load(request.model, **loading, progress=progress)
+            draft = drafting.load_draft(loaded, request.model, request.draft, loading, progress)
             request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
             grammar = constraining.compiled(loaded, request.constraints, progress)
-        written = write(loaded, ids, grammar, request, progress, draft)
+        with over_mesh(request.mesh):
+            written = write(loaded, ids, grammar, request, progress, draft)
         if request.best_of is not None:
             written = best(written, request.num_samples or 1)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
