@@ -23,6 +23,7 @@ from jaxdecode.cli.app import (
     examples,
 )
 from jaxdecode.cli.decoding import CONSTRAINTS, GroupedCommand, with_decoding
+from jaxdecode.cli.processes import Coordinator, Joining, NumProcesses, ProcessId, ProcessTimeout
 
 __all__ = ["batch"]
 
@@ -35,6 +36,7 @@ OrderName = Literal["input", "finished"]
         "jaxdecode batch prompts.jsonl answers.jsonl",
         "jaxdecode batch --chat --temperature 0.7 --top-p 0.9 --seed 3 questions.jsonl answers.jsonl",
         "jaxdecode batch --shard 1/2 prompts.jsonl first_half.jsonl",
+        "srun jaxdecode batch --coordinator auto prompts.jsonl answers.jsonl",
     ),
 )
 @with_decoding
@@ -92,6 +94,10 @@ def batch(
     cache_dtype: CacheDtype = None,
     mesh: MeshOption = None,
     no_compile_cache: NoCompileCache = False,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    process_timeout: ProcessTimeout = 30,
 ) -> None:
     """Answer every line of a file.
 
@@ -128,4 +134,5 @@ def batch(
     asked = Asked(
         source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant, record
     )
-    raise typer.Exit(run(asked, request))
+    joining = Joining(coordinator, num_processes, process_id, process_timeout)
+    raise typer.Exit(run(asked, request, joining))

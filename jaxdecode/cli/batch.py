@@ -20,6 +20,7 @@ from jaxdecode.cli.decoding import fields
 from jaxdecode.cli.files import check_target, write_json
 from jaxdecode.cli.generate import check, encode, settings_of
 from jaxdecode.cli.meshing import over_mesh
+from jaxdecode.cli.processes import Joining, Place, own, together
 from jaxdecode.cli.record import recorded_batch
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt
 
@@ -46,6 +47,14 @@ class Asked(NamedTuple):
     share_prefixes: bool
     record: str | None = None
 
+    def at(self, place: Place) -> Asked:
+        """What one of several processes does: its own shard, into a file of its own."""
+        if place.count == 1:
+            return self
+        record = None if self.record is None else own(self.record, place)
+        shard = (place.process + 1, place.count)
+        return self._replace(target=own(self.target, place), shard=shard, record=record)
+
 
 def shard_of(text: str) -> tuple[int, int]:
     """(i, n) of "i/n", 1 <= i <= n."""
@@ -55,14 +64,20 @@ def shard_of(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def run(asked: Asked, defaults: Request) -> int:
+def run(asked: Asked, defaults: Request, joining: Joining) -> int:
     """Answer every line of the file that has no answer yet. Returns the exit code."""
     check(defaults._replace(chat=True))  # a system message is for the lines that are chats
+    if joining.coordinator is not None and asked.shard != (1, 1):
+        raise BadInput("--shard: expected none beside --coordinator, whose processes take a shard each")
+    if defaults.compile_cache:
+        keep_compiled_programs()
+    return together(joining, lambda place: _run(asked.at(place), defaults))
+
+
+def _run(asked: Asked, defaults: Request) -> int:
     progress = Progress()
     try:
         progress("starting")
-        if defaults.compile_cache:
-            keep_compiled_programs()
         import jaxdecode
 
         with over_mesh(defaults.mesh) as spread, bad_input():

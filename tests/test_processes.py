@@ -1,0 +1,153 @@
+"""Several processes: each its part of a batch, all or none of them, and from any death on to the same files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from cli_tools import Result, assert_bad, call, finish, finished, process
+from test_cli_batch import BATCH, MANY, begun, write_lines
+
+from jaxdecode.cli.processes import Joining, Place, own, reason_of
+
+SLOW = """
+import sys, time
+from jaxdecode.engine.driver import Driver
+turn = Driver.turn
+def slowly(driver):
+    time.sleep(0.02 if driver.stats.steps < 40 else 5)  # some lines, and then hardly any before a death is noticed
+    return turn(driver)
+Driver.turn = slowly
+from jaxdecode.cli import main
+main()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("", 0))
+        return int(trial.getsockname()[1])
+
+
+def joined(number: int, port: int) -> tuple[str, ...]:
+    where = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", str(number))
+    return (*where, "--process-timeout", "4")
+
+
+def part(tmp_path: Path, number: int) -> Path:
+    return tmp_path / f"out-{number + 1}-of-2.jsonl"
+
+
+def lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def pair(tmp_path: Path, victim: int | None, env: dict[str, str]) -> list[Result]:
+    """Two processes; the victim is killed once each has written two lines. How all others end."""
+    arguments = (*BATCH[:-1], str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    port = free_port()
+    program = ("-m", "jaxdecode") if victim is None else ("-c", SLOW)
+    before = [lines_in(part(tmp_path, number)) for number in (0, 1)]
+    with (
+        process(*arguments, *joined(0, port), program=program, env=env) as first,
+        process(*arguments, *joined(1, port), program=program, env=env) as second,
+    ):
+        both = [first, second]
+        if victim is not None:
+            for number, lines in enumerate(before):
+                begun(part(tmp_path, number), lines + 2)
+            both[victim].send_signal(signal.SIGKILL)
+        return [finish(p) for number, p in enumerate(both) if number != victim]
+
+
+def test_killed_in_turn_two_processes_finish_with_the_files_of_the_shards(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", MANY)
+    env = {"JAXDECODE_CACHE": str(tmp_path / "cache")}
+    for victim in (1, 0):
+        (other,) = pair(tmp_path, victim, env)
+        reason = f"process {victim} of 2 was killed or ended with an error, so process {1 - victim} ends too"
+        assert other == Result(1, "", f"jaxdecode: error: {reason}\n")
+        assert all(lines_in(part(tmp_path, number)) < 20 for number in (0, 1))
+    results = pair(tmp_path, None, env)
+    assert [(r.code, r.err) for r in results] == [(0, "")] * 2
+    assert all("were done before" in r.out for r in results)
+    for number in (0, 1):
+        target = tmp_path / f"shard{number}.jsonl"
+        assert call(*BATCH, "--shard", f"{number + 1}/2", str(tmp_path / "in.jsonl"), str(target)).code == 0
+        assert part(tmp_path, number).read_bytes() == target.read_bytes()
+    ids = [json.loads(line)["id"] for n in (0, 1) for line in part(tmp_path, n).read_text().splitlines()]
+    assert sorted(ids) == sorted(line["id"] for line in MANY)
+
+
+HEARTBEATS = """
+F1130 13:37:27 5688 client.h:80] Terminating process because the JAX distributed service detected fatal errors. This
+absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+1
+3
+The tasks have crashed. Check the task logs for an earlier error, or scheduler events (e.g. preemption) to debug.
+"""
+BARRIER = """
+F1130 client.h:80] Terminating process because the JAX distributed service detected fatal errors. This most likely
+absl::Status: INTERNAL: Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 12 heartbeat timeout. This
+"""
+LEADER = """
+F1130 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl::Status:
+UNAVAILABLE: Failed to send RPC to coordination service. Either the leader task was preempted/died/restarted or not.
+"""
+OTHER = """
+F1130 client.h:80] Terminating process because the JAX distributed service detected fatal errors. absl::Status: ABORTED:
+a task
+restarted
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "about"),
+    [
+        (HEARTBEATS, "process 1, 3 of 20 was killed or ended with an error, so process 5 ends too"),
+        (BARRIER, "process 12 of 20 was killed"),
+        (LEADER, "process 0 of 20 was killed"),
+        (OTHER, "process 5 of 20 ends with the others: ABORTED: a task restarted"),
+    ],
+)
+def test_what_jax_logs_names_the_dead(log: str, about: str) -> None:
+    joining, place = Joining("host:1", 20, 5), Place(5, 20)
+    assert str(reason_of(log, joining, place)).startswith(about)
+    assert "expected all processes there within 300 s" in str(reason_of(log, joining, None))
+    assert reason_of("F1130 array.cc:7] Check failed: n > 0", joining, place) is None
+
+
+def test_files_of_processes_have_names_of_their_own() -> None:
+    assert own("a/out.jsonl", Place(0, 2)) == "a/out-1-of-2.jsonl"
+    assert own("out", Place(11, 12)) == "out-12-of-12"
+
+
+@pytest.mark.parametrize(
+    ("options", "about"),
+    [
+        (["--process-id", "0"], "--coordinator: expected HOST:PORT"),
+        (["--coordinator", "host", "--num-processes", "2", "--process-id", "0"], "got 'host'"),
+        (["--coordinator", "127.0.0.1:PORT", "--num-processes", "2", "--process-id", "2"], "in [0, 2), got 2"),
+        (["--coordinator", "127.0.0.1:TAKEN", "--num-processes", "2", "--process-id", "0"], "a port that is free"),
+        (["--coordinator", "auto", "--shard", "1/2"], "--shard: expected none beside --coordinator"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path: Path, options: list[str], about: str) -> None:
+    write_lines(tmp_path / "in.jsonl", MANY[:1])
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        ports = {"PORT": str(free_port()), "TAKEN": str(taken.getsockname()[1])}
+        for name, port in ports.items():
+            options = [word.replace(name, port) for word in options]
+        assert_bad(call(*BATCH, *options, str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")), about)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_without_a_cluster_there_is_nothing_to_find(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", MANY[:1])
+    asked = (*BATCH, "--coordinator", "auto", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    assert_bad(finished(*asked), "or a cluster that jax knows, got: coordinator_address should be defined.")
