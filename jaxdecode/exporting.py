@@ -157,8 +157,14 @@ def load_exported(file: bytes | bytearray) -> Call:
     checks.require(
         any(n in platforms for n in names), "file", f"a program for {here}", "one for " + ", ".join(platforms)
     )
-    (specs, inputs, _), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    arguments, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    specs, inputs, _ = arguments
     run = jax.jit(exported.call)
+    try:
+        run.lower(*arguments)  # reads the operations, each of which is of some version
+    except Exception as error:
+        expected = f"operations that jax {jax.__version__} knows"
+        raise ValueError(f"file: expected {expected}, got {type(error).__name__}: {error}") from None
 
     def call(params: Mapping[str, Any], given: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
         surplus = given.keys() - inputs.keys()

@@ -125,6 +125,13 @@ def test_quantized_weights_lower_for_every_platform(scheme: Any) -> None:
     assert len(program.platforms) == 3
 
 
+def _unknown(file: jax.export.Exported) -> bytes:
+    """Its program with an operation of a version to come."""
+    code = file.mlir_module_serialized
+    assert code.count(b"add_v1") >= 1
+    return code.replace(b"add_v1", b"add_v9")
+
+
 def test_refusals() -> None:
     file = made("sampling")
     named, given = jd.named_params(PARAMS), inputs("sampling")
@@ -132,6 +139,8 @@ def test_refusals() -> None:
         (b"not a program", "what jax.export wrote"),
         (made("sampling", platforms=("tpu",)).serialize(), "a program for cpu, got one for tpu"),
         (dataclasses.replace(file, calling_convention_version=5).serialize(), "versions 9 to"),
+        (dataclasses.replace(file, calling_convention_version=99).serialize(), "versions 9 to .*got 99"),
+        (dataclasses.replace(file, mlir_module_serialized=_unknown(file)).serialize(), "operations that jax"),
     ):
         with pytest.raises(ValueError, match=about):
             jd.load_exported(bad)
