@@ -26,10 +26,11 @@ LOGIC += ("checkpoint_load", "checkpoint_safetensors", "cli", "composition", "co
 LOGIC += ("engine", "evaluation", "examples", "experts", "exporting", "families", "hub", "invariance")
 LOGIC += ("kvcache_windows", "layers", "models_from_models", "package", "processing_bad_input", "ray", "scoring")
 LOGIC += ("sequence_law", "session", "settings", "sharding", "speculative", "tokenizer")
+LOGIC += ("processes", "process_meshes", "scale")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and those
 # that go through all parts of the library. (`scripts/test --python 3.13` runs all.)
 BOTH = ("cli_process", "engine.py", "exporting", "jax_faults", "kvcache.py", "operation_counts", "package", "programs")
-BOTH += ("quant.py", "quant_products", "real_model", "transformer.py")
+BOTH += ("processes", "quant.py", "quant_products", "real_model", "transformer.py")
 
 # Long ones of their tests that ask nothing which others of them do not ask.
 ONCE = ("test_bf16", "test_goldens_with_drafts", "test_goldens_alone", "test_an_int8_cache", "test_int8_weights_change")

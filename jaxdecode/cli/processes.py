@@ -30,7 +30,6 @@ __all__ = ["AUTO", "Coordinator", "Joining", "NumProcesses", "Place", "ProcessId
 AUTO = "auto"
 PANEL = "Several processes, each of which gets the same command"
 JOIN_SECONDS = 300  # until all processes must be there: a cluster may start them minutes apart
-SHUTDOWN_SECONDS = 30 * 24 * 3600  # one that is done waits for the others, however long they take
 INTERRUPTED = 130
 LINGER_SECONDS = 1.0  # process 0 stays a little, so that jax can tell the others who is dead
 
@@ -96,7 +95,7 @@ def together(asked: Joining, work: Callable[[Place], int]) -> int:
         try:
             code = work(place)
             if code in (0, INTERRUPTED):  # one that was interrupted has not the time for what others may still do
-                _wait(jax, SHUTDOWN_SECONDS if code == 0 else asked.timeout)
+                _wait(jax, float("inf") if code == 0 else asked.timeout)
         except BaseException as error:
             _leave_at_exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1))
             raise
@@ -124,7 +123,6 @@ def _join(jax: Any, asked: Joining) -> Place:
             cluster_detection_method="deactivate" if known else None,
             initialization_timeout=JOIN_SECONDS,
             heartbeat_timeout_seconds=asked.timeout,
-            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except ValueError as error:
         raise BadInput(
@@ -144,13 +142,20 @@ def _check_free(port: int) -> None:
             raise BadInput(f"--coordinator: expected a port that is free, got {port}: {error.strerror}") from None
 
 
-def _wait(jax: Any, seconds: float | None) -> None:
-    """Until all processes are here, or so many seconds; in a thread, so that Ctrl-C is heard."""
+def _wait(jax: Any, seconds: float) -> None:
+    """Until all processes are here, or so long; in a thread, so that Ctrl-C is heard."""
+    from jax.experimental import multihost_utils
+
+    def arrive() -> None:
+        with multihost_utils.live_devices(jax.devices()):  # a barrier without a limit; shutdown's is five minutes
+            pass
+        jax.distributed.shutdown()
+
     progress = Progress()
     progress("waiting for the other processes")
-    thread = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    thread = threading.Thread(target=arrive, daemon=True)
     thread.start()
-    end = time.monotonic() + (SHUTDOWN_SECONDS if seconds is None else seconds)
+    end = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < end:
         thread.join(0.2)
     progress.stop()
