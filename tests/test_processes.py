@@ -18,11 +18,22 @@ import sys, time
 from jaxdecode.engine.driver import Driver
 turn = Driver.turn
 def slowly(driver):
-    time.sleep(0.02 if driver.stats.steps < 40 else 5)  # some lines, and then hardly any before a death is noticed
+    time.sleep(0.02 if driver.stats.steps < 40 else 60)  # some lines, and then none before a death is noticed
     return turn(driver)
 Driver.turn = slowly
 from jaxdecode.cli import main
 main()
+"""
+ALONE = """
+import sys, time
+from jaxdecode.cli import processes
+processes.JOIN_SECONDS = 10
+def work(place):
+    print("here", flush=True)
+    time.sleep(float(sys.argv[3]))
+    return 0
+coordinator, number, _ = sys.argv[1:]
+sys.exit(processes.together(processes.Joining(coordinator, 2, int(number), 4), work))
 """
 
 
@@ -50,36 +61,65 @@ def pair(tmp_path: Path, victim: int | None, env: dict[str, str]) -> list[Result
     arguments = (*BATCH[:-1], str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
     port = free_port()
     program = ("-m", "jaxdecode") if victim is None else ("-c", SLOW)
-    before = [lines_in(part(tmp_path, number)) for number in (0, 1)]
     with (
         process(*arguments, *joined(0, port), program=program, env=env) as first,
         process(*arguments, *joined(1, port), program=program, env=env) as second,
     ):
         both = [first, second]
         if victim is not None:
-            for number, lines in enumerate(before):
-                begun(part(tmp_path, number), lines + 2)
+            for number in (0, 1):
+                begun(part(tmp_path, number), 2)
             both[victim].send_signal(signal.SIGKILL)
         return [finish(p) for number, p in enumerate(both) if number != victim]
 
 
-def test_killed_in_turn_two_processes_finish_with_the_files_of_the_shards(tmp_path: Path) -> None:
+def ended(dead: int, other: int) -> Result:
+    reason = f"process {dead} of 2 was killed or ended with an error, so process {other} ends too"
+    return Result(1, "", f"jaxdecode: error: {reason}\n")
+
+
+def test_two_processes_finish_after_a_kill_with_the_files_of_the_shards(tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", MANY)
     env = {"JAXDECODE_CACHE": str(tmp_path / "cache")}
-    for victim in (1, 0):
-        (other,) = pair(tmp_path, victim, env)
-        reason = f"process {victim} of 2 was killed or ended with an error, so process {1 - victim} ends too"
-        assert other == Result(1, "", f"jaxdecode: error: {reason}\n")
-        assert all(lines_in(part(tmp_path, number)) < 20 for number in (0, 1))
+    assert pair(tmp_path, 1, env) == [ended(1, 0)]
+    before = [lines_in(part(tmp_path, number)) for number in (0, 1)]
+    assert all(2 <= lines < 20 for lines in before)
     results = pair(tmp_path, None, env)
     assert [(r.code, r.err) for r in results] == [(0, "")] * 2
-    assert all("were done before" in r.out for r in results)
+    assert all(f"{n} were done before" in r.out for n, r in zip(before, results, strict=True))
     for number in (0, 1):
         target = tmp_path / f"shard{number}.jsonl"
         assert call(*BATCH, "--shard", f"{number + 1}/2", str(tmp_path / "in.jsonl"), str(target)).code == 0
         assert part(tmp_path, number).read_bytes() == target.read_bytes()
     ids = [json.loads(line)["id"] for n in (0, 1) for line in part(tmp_path, n).read_text().splitlines()]
     assert sorted(ids) == sorted(line["id"] for line in MANY)
+
+
+@pytest.mark.parametrize(("victim", "seconds"), [(0, 60), (1, 0)], ids=["that coordinates", "when others are done"])
+def test_a_dead_process_ends_the_others(victim: int, seconds: float) -> None:
+    coordinator = f"127.0.0.1:{free_port()}"
+    with (
+        process(coordinator, "0", str(seconds), program=("-c", ALONE)) as first,
+        process(coordinator, "1", "60", program=("-c", ALONE)) as second,
+    ):
+        both = [first, second]
+        assert [p.stdout.readline() for p in both] == ["here\n"] * 2
+        both[victim].send_signal(signal.SIGKILL)
+        assert finish(both[1 - victim]) == ended(victim, 1 - victim)
+
+
+def test_one_that_is_done_waits_and_one_that_nobody_joins_does_not() -> None:
+    coordinator, alone = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    with (
+        process(coordinator, "0", "0", program=("-c", ALONE)) as first,
+        process(coordinator, "1", "2", program=("-c", ALONE)) as second,
+        process(alone, "1", "0", program=("-c", ALONE)) as third,
+    ):
+        assert [finish(p) for p in (first, second)] == [Result(0, "here\n", "")] * 2
+        lonely = finish(third)
+    assert (lonely.code, lonely.out) == (1, "")
+    assert lonely.err.startswith(f"jaxdecode: error: --coordinator {alone}: expected all processes there within 10 s")
+    assert lonely.err.count("\n") == 1
 
 
 HEARTBEATS = """

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "scale.md").read_text()
-SHOWN = re.findall(r"^\$ python scripts/scale\.py (.*)\n```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SHOWN = re.findall(r"^\$ python scripts/scale\.py ([^\n]*)\n```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn, TextIO
 
 import typer
 
@@ -95,7 +95,7 @@ def together(asked: Joining, work: Callable[[Place], int]) -> int:
         try:
             code = work(place)
             if code in (0, INTERRUPTED):  # one that was interrupted has not the time for what others may still do
-                _wait(jax, float("inf") if code == 0 else asked.timeout)
+                _wait(jax, asked, place, float("inf") if code == 0 else asked.timeout)
         except BaseException as error:
             _leave_at_exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1))
             raise
@@ -142,23 +142,37 @@ def _check_free(port: int) -> None:
             raise BadInput(f"--coordinator: expected a port that is free, got {port}: {error.strerror}") from None
 
 
-def _wait(jax: Any, seconds: float) -> None:
+def _wait(jax: Any, asked: Joining, place: Place, seconds: float) -> None:
     """Until all processes are here, or so long; in a thread, so that Ctrl-C is heard."""
     from jax.experimental import multihost_utils
 
+    dead: set[int] = set()
+    arrived = False
+
     def arrive() -> None:
-        with multihost_utils.live_devices(jax.devices()):  # a barrier without a limit; shutdown's is five minutes
-            pass
-        jax.distributed.shutdown()
+        nonlocal arrived
+        with multihost_utils.live_devices(jax.devices()) as devices:  # a barrier that waits however long
+            dead.update(set(range(place.count)) - {device.process_index for device in devices})
+        if not dead:
+            jax.distributed.shutdown()
+            arrived = True
+
+    def arrive_or_not() -> None:
+        with contextlib.suppress(Exception):  # of which jax.distributed tells the reason, by an abort
+            arrive()
 
     progress = Progress()
     progress("waiting for the other processes")
-    thread = threading.Thread(target=arrive, daemon=True)
+    thread = threading.Thread(target=arrive_or_not, daemon=True)
     thread.start()
     end = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < end:
         thread.join(0.2)
     progress.stop()
+    if not thread.is_alive() and not arrived:
+        if not dead:
+            time.sleep(asked.timeout)
+        raise typer.TyperException(_ended(map(str, sorted(dead)), place))
 
 
 def _leave_at_exit(code: int) -> None:
@@ -211,26 +225,38 @@ def reason_of(log: str, asked: Joining, place: Place | None) -> str | None:
     if not dead:
         what = " ".join(status.partition("absl::Status: ")[2].split())
         return f"process {place.process} of {place.count} ends with the others: {what[:300]}"
-    names = ", ".join(sorted(dead, key=int))
+    return _ended(sorted(dead, key=int), place)
+
+
+def _ended(dead: Iterable[str], place: Place) -> str:
+    names = ", ".join(dead) or "another one"
     return f"process {names} of {place.count} was killed or ended with an error, so process {place.process} ends too"
 
 
 @contextlib.contextmanager
 def _aborts_told(asked: Joining) -> Iterator[_Told]:
-    """What C++ writes to stderr goes to a file, and SIGABRT to ``_Told``; what Python writes goes where it went."""
-    python, libc = sys.stderr, ctypes.CDLL(None)
-    python.flush()
-    real = os.dup(2)
+    """What C++ prints goes to a file, and SIGABRT to ``_Told``; what Python prints goes where it went."""
+    libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
-    with tempfile.TemporaryFile() as log, os.fdopen(real, "w", buffering=1, encoding="utf-8") as stderr:
-        told = _Told(asked, log.fileno(), real)
+    python = sys.stdout, sys.stderr
+    with tempfile.TemporaryFile() as log, _copy(1, sys.stdout) as stdout, _copy(2, sys.stderr) as stderr:
+        told = _Told(asked, log.fileno(), stderr.fileno())
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(told.on_abort)
+        os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        sys.stderr = stderr
+        sys.stdout, sys.stderr = stdout, stderr
         before = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
         try:
             yield told
         finally:
             libc.signal(signal.SIGABRT, before)
-            os.dup2(real, 2)
-            sys.stderr = python
+            sys.stdout, sys.stderr = python
+            for number, stream in ((1, stdout), (2, stderr)):
+                stream.flush()
+                os.dup2(stream.fileno(), number)
+
+
+def _copy(number: int, stream: TextIO) -> TextIO:
+    """A stream to where ``number`` leads now."""
+    stream.flush()
+    return os.fdopen(os.dup(number), "w", buffering=1, encoding="utf-8", errors=stream.errors)
