@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
     from jaxdecode.transforms.core import LogitsTransform
@@ -34,6 +35,7 @@ __all__ = [
     "Rules",
     "Shared",
     "StepInfo",
+    "fetch",
     "put_rows",
     "repeat_rows",
     "take_rows",
@@ -169,7 +171,7 @@ class Generated:
 
         Beams that do not exist are left out.
         """
-        tokens, length = np.asarray(self.tokens), np.asarray(self.length)
+        tokens, length, count = fetch((self.tokens, self.length, self.count))
         rows = [
             row[:n].tolist()
             for row, n in zip(tokens.reshape(length.size, tokens.shape[-1]), length.reshape(-1), strict=True)
@@ -177,8 +179,20 @@ class Generated:
         if tokens.ndim == 2:
             return rows
         k = tokens.shape[1]
-        count = np.full(len(tokens), k) if self.count is None else np.asarray(self.count)
+        count = np.full(len(tokens), k) if count is None else count
         return [rows[i * k : i * k + n] for i, n in enumerate(count.tolist())]
+
+
+def fetch(tree: Any) -> Any:
+    """``tree`` with NumPy arrays in place of jax's. Where some lie on devices of other processes, all must call it."""
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        assert isinstance(x.sharding, NamedSharding)
+        return jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))
+
+    return jax.device_get(jax.tree.map(whole, tree))
 
 
 @runtime_checkable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 from pathlib import Path
@@ -27,7 +26,7 @@ main()
 ALONE = """
 import sys, time
 from jaxdecode.cli import processes
-processes.JOIN_SECONDS = 10
+processes.JOIN_SECONDS = 1
 def work(place):
     print("here", flush=True)
     time.sleep(float(sys.argv[3]))
@@ -78,7 +77,7 @@ def ended(dead: int, other: int) -> Result:
     return Result(1, "", f"jaxdecode: error: {reason}\n")
 
 
-def test_two_processes_finish_after_a_kill_with_the_files_of_the_shards(tmp_path: Path) -> None:
+def test_two_processes_finish_after_a_kill_with_the_lines_of_one(tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", MANY)
     env = {"JAXDECODE_CACHE": str(tmp_path / "cache")}
     assert pair(tmp_path, 1, env) == [ended(1, 0)]
@@ -87,12 +86,11 @@ def test_two_processes_finish_after_a_kill_with_the_files_of_the_shards(tmp_path
     results = pair(tmp_path, None, env)
     assert [(r.code, r.err) for r in results] == [(0, "")] * 2
     assert all(f"{n} were done before" in r.out for n, r in zip(before, results, strict=True))
-    for number in (0, 1):
-        target = tmp_path / f"shard{number}.jsonl"
-        assert call(*BATCH, "--shard", f"{number + 1}/2", str(tmp_path / "in.jsonl"), str(target)).code == 0
-        assert part(tmp_path, number).read_bytes() == target.read_bytes()
-    ids = [json.loads(line)["id"] for n in (0, 1) for line in part(tmp_path, n).read_text().splitlines()]
-    assert sorted(ids) == sorted(line["id"] for line in MANY)
+    assert call(*BATCH, str(tmp_path / "in.jsonl"), str(tmp_path / "whole.jsonl")).code == 0
+    parts = [part(tmp_path, number).read_bytes().splitlines() for number in (0, 1)]
+    whole = (tmp_path / "whole.jsonl").read_bytes().splitlines()
+    assert [parts[i % 2][i // 2] for i in range(len(whole))] == whole
+    assert sum(map(len, parts)) == len(MANY)
 
 
 @pytest.mark.parametrize(("victim", "seconds"), [(0, 60), (1, 0)], ids=["that coordinates", "when others are done"])
@@ -118,7 +116,7 @@ def test_one_that_is_done_waits_and_one_that_nobody_joins_does_not() -> None:
         assert [finish(p) for p in (first, second)] == [Result(0, "here\n", "")] * 2
         lonely = finish(third)
     assert (lonely.code, lonely.out) == (1, "")
-    assert lonely.err.startswith(f"jaxdecode: error: --coordinator {alone}: expected all processes there within 10 s")
+    assert lonely.err.startswith(f"jaxdecode: error: --coordinator {alone}: expected all processes there within 1 s")
     assert lonely.err.count("\n") == 1
 
 

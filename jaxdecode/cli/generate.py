@@ -7,7 +7,6 @@ import json as json_text
 import sys
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import typer
 
 from jaxdecode.cli import constraining, drafting
@@ -141,7 +140,7 @@ def write(
     """Decode after ``ids``, one step at a time, printing the pieces if it streams; Ctrl-C ends it early."""
     import jax
 
-    from jaxdecode.base import Finish
+    from jaxdecode.base import Finish, fetch
     from jaxdecode.cli.writing import RowText
     from jaxdecode.generation import start
     from jaxdecode.session import Steps
@@ -161,10 +160,10 @@ def write(
             settings = loaded.settings(**settings_of(request), **grammar)
             key = jax.random.key(request.seed)
             decoder, state = start(loaded.model, loaded.params, [ids], key=key, settings=settings, draft=draft)
-        keys = np.asarray(jax.random.key_data(state.keys)).reshape(len(state.keys), -1).tolist()
+        keys = fetch(jax.random.key_data(state.keys)).reshape(len(state.keys), -1).tolist()
         steps = Steps(decoder, loaded.params if draft is None else (loaded.params, draft[1]), state)
         for done, step in enumerate(steps, 1):
-            info = jax.device_get(step)
+            info = fetch(step)
             alive = [f == Finish.RUNNING for f in info.finish]
             if settings.width is None:  # beams have no tokens before the end
                 for row, text in enumerate(texts):
@@ -175,7 +174,7 @@ def write(
                 progress("writing", done / request.settings["max_new_tokens"])
             if interrupted() or not any(alive):
                 break
-    out = jax.device_get(steps.result())
+    out = fetch(steps.result())
     if settings.width is not None:
         return hypotheses(texts, out, keys)
     for text in texts:

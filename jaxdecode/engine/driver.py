@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxdecode import kvcache
-from jaxdecode.base import Finish, Params
+from jaxdecode.base import Finish, Params, fetch
 from jaxdecode.engine import programs
 from jaxdecode.engine.prefixes import LEAST, Prefixes, common
 from jaxdecode.engine.programs import Newcomer, Plan
@@ -275,7 +274,7 @@ class Driver:
         limits = np.int32(n), np.int32(enough)
         rows, counts = programs.step(self.plan.decoder, self.params, self.state.rows, *limits)
         self._change(rows=rows)
-        steps, written = jax.device_get(counts)
+        steps, written = fetch(counts)
         return int(steps), int(written)
 
     def _step(self) -> int:
@@ -303,7 +302,7 @@ class Driver:
         if all(seat is None for seat in self._seats):
             return []
         rows = self.state.rows
-        finish, start, length = (np.array(x) for x in jax.device_get((rows.finish, rows.start, rows.length)))
+        finish, start, length = (np.array(x) for x in fetch((rows.finish, rows.start, rows.length)))
         ended = self._stopped(start, length)
         results, early = [], np.zeros((self.plan.slots,), bool)
         for slot, seat in enumerate(self._seats):
@@ -323,7 +322,7 @@ class Driver:
         """Slots whose watch ended them, and after how many tokens."""
         found: dict[int, int] = {}
         watched = [(slot, seat) for slot, seat in enumerate(self._seats) if seat is not None and seat.watch is not None]
-        tokens = np.array(jax.device_get(self.state.rows.tokens)) if watched else None
+        tokens = np.array(fetch(self.state.rows.tokens)) if watched else None
         for slot, seat in watched:
             assert tokens is not None
             assert seat.watch is not None

@@ -17,7 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdecode import kvcache
-from jaxdecode.base import Cache, Decoder, Finish, Generated, Params, Prompt, Rules, put_rows, repeat_rows, take_rows
+from jaxdecode.base import (
+    Cache,
+    Decoder,
+    Finish,
+    Generated,
+    Params,
+    Prompt,
+    Rules,
+    fetch,
+    put_rows,
+    repeat_rows,
+    take_rows,
+)
 from jaxdecode.transforms import chain
 
 __all__ = ["EngineState", "Newcomer", "Plan", "begin", "collect", "init", "insert", "keep", "prefill", "step", "stop"]
@@ -171,4 +183,4 @@ def _finished(decoder: Decoder, rows: Any, slot: Any) -> Generated:
 def collect(decoder: Decoder, state: EngineState, slot: int) -> Generated:
     """What the row in ``slot`` has written, as NumPy arrays with one row. The slot is free to be taken."""
     rows = dataclasses.replace(state.rows, cache=())
-    return jax.tree.map(np.array, jax.device_get(_finished(decoder, rows, np.int32(slot))))
+    return jax.tree.map(np.array, fetch(_finished(decoder, rows, np.int32(slot))))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxdecode import checks, generation, keys
-from jaxdecode.base import Decoder, Model, Params, Rules
+from jaxdecode.base import Decoder, Model, Params, Rules, fetch
 from jaxdecode.engine.driver import Driver, Options, Stats, Turn
 from jaxdecode.engine.programs import Plan
 from jaxdecode.engine.requests import Job, Request, Result, check, one_row, signature
@@ -192,7 +192,7 @@ class Engine:
             out = generation.generate(self.model, self.params, [request.prompt], key=key, settings=request.settings)
         except ValueError as error:
             return Result(request, None, str(error))
-        return Result(request, jax.tree.map(np.array, jax.device_get(out)))
+        return Result(request, jax.tree.map(np.array, fetch(out)))
 
     def _prepared(self, settings: Settings) -> tuple[Rules, Hashable, Decoder]:
         """The rules of one row, what makes its program another one, and its decoder; kept for equal objects."""
