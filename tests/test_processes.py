@@ -26,12 +26,12 @@ main()
 ALONE = """
 import sys, time
 from jaxdecode.cli import processes
-processes.JOIN_SECONDS = 1
+processes.JOIN_SECONDS = int(sys.argv[4])
 def work(place):
     print("here", flush=True)
     time.sleep(float(sys.argv[3]))
     return 0
-coordinator, number, _ = sys.argv[1:]
+coordinator, number = sys.argv[1:3]
 sys.exit(processes.together(processes.Joining(coordinator, 2, int(number), 4), work))
 """
 
@@ -97,8 +97,8 @@ def test_two_processes_finish_after_a_kill_with_the_lines_of_one(tmp_path: Path)
 def test_a_dead_process_ends_the_others(victim: int, seconds: float) -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     with (
-        process(coordinator, "0", str(seconds), program=("-c", ALONE)) as first,
-        process(coordinator, "1", "60", program=("-c", ALONE)) as second,
+        process(coordinator, "0", str(seconds), "60", program=("-c", ALONE)) as first,
+        process(coordinator, "1", "60", "60", program=("-c", ALONE)) as second,
     ):
         both = [first, second]
         assert [p.stdout.readline() for p in both] == ["here\n"] * 2
@@ -109,9 +109,9 @@ def test_a_dead_process_ends_the_others(victim: int, seconds: float) -> None:
 def test_one_that_is_done_waits_and_one_that_nobody_joins_does_not() -> None:
     coordinator, alone = (f"127.0.0.1:{free_port()}" for _ in range(2))
     with (
-        process(coordinator, "0", "0", program=("-c", ALONE)) as first,
-        process(coordinator, "1", "2", program=("-c", ALONE)) as second,
-        process(alone, "1", "0", program=("-c", ALONE)) as third,
+        process(coordinator, "0", "0", "60", program=("-c", ALONE)) as first,
+        process(coordinator, "1", "2", "60", program=("-c", ALONE)) as second,
+        process(alone, "1", "0", "1", program=("-c", ALONE)) as third,
     ):
         assert [finish(p) for p in (first, second)] == [Result(0, "here\n", "")] * 2
         lonely = finish(third)
