@@ -71,11 +71,13 @@ def run(asked: Asked, defaults: Request, joining: Joining) -> int:
         raise BadInput("--shard: expected none beside --coordinator, whose processes take a shard each")
     if defaults.compile_cache:
         keep_compiled_programs()
-    return together(joining, lambda place: _run(asked.at(place), defaults))
+    return together(joining, lambda place: _run(asked.at(place), defaults, place))
 
 
-def _run(asked: Asked, defaults: Request) -> int:
+def _run(asked: Asked, defaults: Request, place: Place) -> int:
     progress = Progress()
+    if place.process > 0:
+        progress.stop()  # one line on a terminal is enough
     try:
         progress("starting")
         import jaxdecode
