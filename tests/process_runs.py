@@ -29,7 +29,7 @@ from jaxdecode.testing import markov_model
 MESH = "data=2,tensor=4"
 LLAMA = TransformerConfig(64, 32, 2, 8, 4, 8, 64, 128)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15]]
-KEY = jax.random.key(7)
+SEED = 7
 HALF = [0.0, 0.9] * 2  # every other row takes the arg max
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"temperature": HALF, "top_p": 0.9},
@@ -54,16 +54,17 @@ def made(name: str) -> tuple[TransformerConfig | None, Model, Any]:
 
 def tokens(name: str, model: Model, params: Any) -> list[Any]:
     """Of every row, under the mesh that is set, if there is one."""
+    key = jax.random.key(SEED)
     if name == "engine":
         requests = [
-            Request(i, prompt, jd.Settings(max_new_tokens=6, temperature=HALF[i], eos=[0]), key)
-            for i, (prompt, key) in enumerate(zip(PROMPTS, row_keys(KEY, len(PROMPTS)), strict=True))
+            Request(i, prompt, jd.Settings(max_new_tokens=6, temperature=HALF[i], eos=[0]), row)
+            for i, (prompt, row) in enumerate(zip(PROMPTS, row_keys(key, len(PROMPTS)), strict=True))
         ]
         served = Engine(model, params, options=Options(slots=4, staged=4, chunk=8)).serve(requests)
         return [result.out.to_lists()[0] for result in sorted(served, key=lambda r: r.request.id) if result.out]
     settings = jd.Settings(max_new_tokens=8, eos=[0], **STRATEGIES[name])
     draft = (model, params) if name == "draft" else None
-    return fetch(jd.generate(model, params, PROMPTS, key=KEY, settings=settings, draft=draft)).to_lists()
+    return fetch(jd.generate(model, params, PROMPTS, key=key, settings=settings, draft=draft)).to_lists()
 
 
 def over_both(which: Any) -> Iterator[tuple[str, str, list[Any]]]:
