@@ -27,7 +27,7 @@ from jaxdecode.models.transformer import TransformerConfig, init_params, transfo
 from jaxdecode.testing import markov_model
 
 MESH = "data=2,tensor=4"
-LLAMA = TransformerConfig(64, 32, 2, 8, 4, 8, 64, 128)
+LLAMA = TransformerConfig(64, 32, 1, 8, 4, 8, 64, 128)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15]]
 SEED = 7
 HALF = [0.0, 0.9] * 2  # every other row takes the arg max
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "draft": {"temperature": HALF},
     "choices": {"temperature": HALF, "choices": [[3, 4, 5], [3, 7], [8, 8, 8, 8]]},
 }
-SHORT = (("table", "engine"), ("int8", "plain"))
+SHORT = (("table", "engine"), ("llama", "plain"))
 ALL = tuple((model, name) for model in ("table", "llama", "int8") for name in (*STRATEGIES, "engine"))
 
 

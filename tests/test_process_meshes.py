@@ -22,4 +22,3 @@ def test_two_processes_with_four_devices_each_give_the_tokens_of_one_device() ->
         results = [finish(p) for p in (first, second)]
     assert [r.code for r in results] == [0, 0], results[0].err[-2000:]
     assert [json.loads(r.out) for r in results] == [alone, alone]
-    assert [len({len(row) for row in rows}) for _, _, rows in alone] != [1, 1]  # some rows end early
