@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import process_runs
-from cli_tools import ROOT, finish, process
-from test_processes import free_port
+from cli_tools import ROOT, TOY, Result, assert_bad, call, finish, process
+from test_processes import free_port, joined
 
 
 def test_two_processes_with_four_devices_each_give_the_tokens_of_one_device() -> None:
@@ -22,3 +22,16 @@ def test_two_processes_with_four_devices_each_give_the_tokens_of_one_device() ->
         results = [finish(p) for p in (first, second)]
     assert [r.code for r in results] == [0, 0], results[0].err[-2000:]
     assert [json.loads(r.out) for r in results] == [alone, alone]
+
+
+def test_two_processes_write_one_text_and_the_first_one_tells_it() -> None:
+    asked = (*TOY[:-1], "hello ", "--num-samples", "2", "--temperature", "1", "--json")
+    port = free_port()
+    with (
+        process(*asked, "--mesh", "data=2", *joined(0, port)) as first,
+        process(*asked, "--mesh", "data=2", *joined(1, port)) as second,
+    ):
+        alone = call(*asked, "--no-compile-cache")
+        assert finish(first) == alone
+        assert finish(second) == Result(0, "", "")
+    assert_bad(call(*asked, *joined(0, port)), "--coordinator: expected a --mesh")

@@ -57,7 +57,7 @@ def lines_in(path: Path) -> int:
 
 def pair(tmp_path: Path, victim: int | None, env: dict[str, str]) -> list[Result]:
     """Two processes; the victim is killed once each has written two lines. How all others end."""
-    arguments = (*BATCH[:-1], str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    arguments = (*BATCH[:-1], "--mesh", "data=1", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
     port = free_port()
     program = ("-m", "jaxdecode") if victim is None else ("-c", SLOW)
     with (

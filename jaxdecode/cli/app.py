@@ -8,6 +8,7 @@ import typer
 
 from jaxdecode._version import __version__
 from jaxdecode.cli.decoding import CONSTRAINTS, DRAFTS, GroupedCommand, with_decoding
+from jaxdecode.cli.processes import Coordinator, Joining, NumProcesses, ProcessId, ProcessTimeout
 
 __all__ = ["MODELS", "app"]
 
@@ -173,6 +174,10 @@ def generate(
     ] = None,
     mesh: MeshOption = None,
     no_compile_cache: NoCompileCache = False,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    process_timeout: ProcessTimeout = 30,
 ) -> None:
     """Continue a text, or answer it (--chat).
 
@@ -215,7 +220,8 @@ def generate(
         cache_dtype=cache_dtype,
         mesh=mesh,
     )
-    raise typer.Exit(run(prompt, request))
+    joining = Joining(coordinator, num_processes, process_id, process_timeout)
+    raise typer.Exit(run(prompt, request, joining))
 
 
 @app.command(

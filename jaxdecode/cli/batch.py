@@ -82,7 +82,7 @@ def _run(asked: Asked, defaults: Request, place: Place) -> int:
         progress("starting")
         import jaxdecode
 
-        with over_mesh(defaults.mesh) as spread, bad_input():
+        with over_mesh(defaults.mesh, own=True) as spread, bad_input():
             source = Path(asked.source).expanduser()
             source.open("rb").close()  # before the model is loaded
             target = Path(asked.target).expanduser()
@@ -94,7 +94,7 @@ def _run(asked: Asked, defaults: Request, place: Place) -> int:
             Translator(loaded, progress).settings(defaults)  # a wrong default is no fault of the lines
             results = Results(asked.target, _same(asked, defaults), resume=asked.resume, in_order=asked.in_order)
         try:
-            with over_mesh(defaults.mesh), deferred_interrupt() as interrupted:
+            with over_mesh(defaults.mesh, own=True), deferred_interrupt() as interrupted:
                 work = Batch(asked, defaults, loaded, source, results, progress)
                 work.run(interrupted)
                 drained = interrupted()

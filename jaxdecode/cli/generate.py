@@ -24,6 +24,7 @@ from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import TEXTS, fields
 from jaxdecode.cli.files import check_target, write_json
 from jaxdecode.cli.meshing import over_mesh
+from jaxdecode.cli.processes import Joining, Place, together
 from jaxdecode.cli.record import recorded
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
 
@@ -36,15 +37,25 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 
-def run(prompt: str | None, request: Request) -> int:
+def run(prompt: str | None, request: Request, joining: Joining) -> int:
     """Write to stdout what the model says. Returns the exit code."""
     check(request)
+    if joining.coordinator is not None and request.mesh is None:
+        raise BadInput("--coordinator: expected a --mesh of all processes' devices, over which they write one text")
     text = read_prompt(prompt)
+    if request.compile_cache:
+        keep_compiled_programs()
+    return together(joining, lambda place: _run(text, request, place))
+
+
+def _run(text: str, request: Request, place: Place) -> int:
+    """All processes compute the same; the first one tells it."""
     progress = Progress()
+    if place.process > 0:
+        request = request._replace(stream=False, record=None)
+        progress.stop()
     try:
         progress("starting")
-        if request.compile_cache:
-            keep_compiled_programs()
         import jaxdecode
 
         with over_mesh(request.mesh) as spread, bad_input():
@@ -68,7 +79,8 @@ def run(prompt: str | None, request: Request) -> int:
                 write_json(target, recorded(loaded.tokenizer, text, ids, written, request, progress))
     finally:
         progress.stop()
-    tell(loaded.tokenizer, choices, len(ids), request, written)
+    if place.process == 0:
+        tell(loaded.tokenizer, choices, len(ids), request, written)
     failed = next((c["finish"] for c in choices if c["finish"] in FAILURES), None)
     if failed is not None:
         raise typer.TyperException(f"the text ends early ({failed}): {FAILURES[failed]}")
