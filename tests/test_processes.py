@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
-from cli_tools import Result, assert_bad, call, finish, finished, process
+from cli_tools import ROOT, Result, assert_bad, call, finish, finished, process
 from test_cli_batch import BATCH, MANY, begun, write_lines
 
 from jaxdecode.cli.processes import Joining, Place, own, reason_of
@@ -55,21 +57,17 @@ def lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def pair(tmp_path: Path, victim: int | None, env: dict[str, str]) -> list[Result]:
-    """Two processes; the victim is killed once each has written two lines. How all others end."""
-    arguments = (*BATCH[:-1], "--mesh", "data=1", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+def killed(arguments: tuple[str, ...], tmp_path: Path, env: dict[str, str]) -> Result:
+    """How the first of two processes ends whose second one is killed once each has written two lines."""
     port = free_port()
-    program = ("-m", "jaxdecode") if victim is None else ("-c", SLOW)
     with (
-        process(*arguments, *joined(0, port), program=program, env=env) as first,
-        process(*arguments, *joined(1, port), program=program, env=env) as second,
+        process(*arguments, *joined(0, port), program=("-c", SLOW), env=env) as first,
+        process(*arguments, *joined(1, port), program=("-c", SLOW), env=env) as second,
     ):
-        both = [first, second]
-        if victim is not None:
-            for number in (0, 1):
-                begun(part(tmp_path, number), 2)
-            both[victim].send_signal(signal.SIGKILL)
-        return [finish(p) for number, p in enumerate(both) if number != victim]
+        for number in (0, 1):
+            begun(part(tmp_path, number), 2)
+        second.send_signal(signal.SIGKILL)
+        return finish(first)
 
 
 def ended(dead: int, other: int) -> Result:
@@ -79,13 +77,15 @@ def ended(dead: int, other: int) -> Result:
 
 def test_two_processes_finish_after_a_kill_with_the_lines_of_one(tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", MANY)
-    env = {"JAXDECODE_CACHE": str(tmp_path / "cache")}
-    assert pair(tmp_path, 1, env) == [ended(1, 0)]
+    env = {"JAXDECODE_CACHE": str(tmp_path / "cache"), "PYTHON": sys.executable}
+    arguments = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *BATCH[1:-1], "--mesh", "data=1")
+    assert killed(("batch", *arguments), tmp_path, env) == ended(1, 0)
     before = [lines_in(part(tmp_path, number)) for number in (0, 1)]
     assert all(2 <= lines < 20 for lines in before)
-    results = pair(tmp_path, None, env)
-    assert [(r.code, r.err) for r in results] == [(0, "")] * 2
-    assert all(f"{n} were done before" in r.out for n, r in zip(before, results, strict=True))
+    script = str(ROOT / "scripts" / "batch_two_processes")
+    again = finished(script, *arguments, program=("-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"), env=env)
+    assert (again.code, again.err) == (0, "")
+    assert sorted(re.findall(r"(\d+) were done before", again.out)) == sorted(map(str, before))
     assert call(*BATCH, str(tmp_path / "in.jsonl"), str(tmp_path / "whole.jsonl")).code == 0
     parts = [part(tmp_path, number).read_bytes().splitlines() for number in (0, 1)]
     whole = (tmp_path / "whole.jsonl").read_bytes().splitlines()
