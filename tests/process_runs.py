@@ -115,7 +115,7 @@ def main() -> int:
     for name, alone, parts in compared(every):
         same = sum(row == rows[0] == rows[1] for row, *rows in zip(alone, *parts, strict=True))
         unequal += len(alone) - same
-        print(f"{name}: {same} of {len(alone)} rows equal")
+        sys.stdout.write(f"{name}: {same} of {len(alone)} rows equal\n")
     return int(unequal > 0)
 
 
