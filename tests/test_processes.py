@@ -30,8 +30,14 @@ import sys, time
 from jaxdecode.cli import processes
 processes.JOIN_SECONDS = int(sys.argv[4])
 def work(place):
+    from jax.experimental import multihost_utils
+    seconds = float(sys.argv[3])
+    if seconds < 0:
+        multihost_utils.process_allgather(place.process)
     print("here", flush=True)
-    time.sleep(float(sys.argv[3]))
+    while seconds < 0:
+        multihost_utils.process_allgather(place.process)
+    time.sleep(seconds)
     return 0
 coordinator, number = sys.argv[1:3]
 sys.exit(processes.together(processes.Joining(coordinator, 2, int(number), 4), work))
@@ -93,12 +99,16 @@ def test_two_processes_finish_after_a_kill_with_the_lines_of_one(tmp_path: Path)
     assert sum(map(len, parts)) == len(MANY)
 
 
-@pytest.mark.parametrize(("victim", "seconds"), [(0, 60), (1, 0)], ids=["that coordinates", "when others are done"])
-def test_a_dead_process_ends_the_others(victim: int, seconds: float) -> None:
+DEATHS = {"of the one that coordinates": (0, "60", "60"), "when the other is done": (1, "0", "60")}
+DEATHS |= {"in the middle of a sum": (1, "-1", "-1")}
+
+
+@pytest.mark.parametrize(("victim", "first_seconds", "second_seconds"), DEATHS.values(), ids=DEATHS)
+def test_a_death_ends_the_others(victim: int, first_seconds: str, second_seconds: str) -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     with (
-        process(coordinator, "0", str(seconds), "60", program=("-c", ALONE)) as first,
-        process(coordinator, "1", "60", "60", program=("-c", ALONE)) as second,
+        process(coordinator, "0", first_seconds, "60", program=("-c", ALONE)) as first,
+        process(coordinator, "1", second_seconds, "60", program=("-c", ALONE)) as second,
     ):
         both = [first, second]
         assert [p.stdout.readline() for p in both] == ["here\n"] * 2
