@@ -154,7 +154,7 @@ def check(name: str, count: int, notes_path: str | None, seconds: float) -> int:
     return 1 if unequal else 3 if len(found) < count else 0
 
 
-def cost(name: str, rounds: int = 5) -> int:
+def cost(name: str, rounds: int = 3) -> int:
     """Both ways in turn, after one round of each that compiles."""
     model, params, vocab_size = model_of(name)
     requests = requests_of(vocab_size)

@@ -27,7 +27,8 @@ from jaxdecode.models.counts import cache_bytes, param_bytes, step_counts
 
 MEMORY_USED = 0.9  # of a device's memory; the rest is for programs and what a step holds
 LOGITS_COPIES = 6  # arrays [rows, ids] in float32 that a step holds
-REDUCTIONS = 12  # over the vocabulary, a number a row each: arg max, the law's sum, a cut, the draw, margins
+REDUCTIONS = 11  # over the vocabulary, of a number a row: maxima, sums, a cut, the draw, margins
+BLOCK = 128  # ids: every device gets the sum of each block, twice, and the numbers of the one that is drawn from
 
 MODELS = {
     "smollm2-135m": TransformerConfig(49152, 576, 30, 9, 3, 64, 1536, 8192),
@@ -87,11 +88,15 @@ def share(config: TransformerConfig, tensor: int) -> TransformerConfig:
 
 
 def sums(config: TransformerConfig, tensor: int, rows: int) -> list[int]:
-    """Bytes of every all-reduce of a step of ``rows``: of the parts of layers that are split, embeddings, and laws."""
+    """Bytes of every sum over devices in a step of ``rows``: of layers that are split, of embeddings, and of laws.
+
+    A gather sends half of what a sum of as many bytes does, so it counts as one of half of them.
+    """
     own = share(config, tensor)
-    split = (own.n_heads < config.n_heads) + (own.d_mlp < config.d_mlp)
-    wide = [2 * rows * config.d_model] * (config.n_layers * split + (own.vocab_size < config.vocab_size))
-    return wide + [4 * rows] * (REDUCTIONS if own.vocab_size < config.vocab_size else 0)
+    split, ids = (own.n_heads < config.n_heads) + (own.d_mlp < config.d_mlp), own.vocab_size < config.vocab_size
+    wide = [2 * rows * config.d_model] * (config.n_layers * split + ids)
+    law = [4 * rows] * REDUCTIONS + [4 * rows * BLOCK] + [4 * rows * config.vocab_size // BLOCK // 2] * 2
+    return wide + law * ids
 
 
 def all_reduce_seconds(machine: Machine, devices: int, size: int) -> float:

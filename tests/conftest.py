@@ -25,7 +25,7 @@ LOGIC = ("adapters", "beam", "bench", "caches", "calibration", "checkpoint", "cl
 LOGIC += ("custom_models", "cutoffs", "docs", "engine", "evaluation", "examples", "experts", "exporting", "families")
 LOGIC += ("hub", "invariance", "keys", "kvcache_windows", "layers", "models_from_models", "package", "penalties")
 LOGIC += ("processes", "processing_bad_input", "ray", "scale", "scoring", "sequence_law", "session", "settings")
-LOGIC += ("speculative", "temperature", "tokenizer", "transforms_table")
+LOGIC += ("process_meshes", "sharding", "speculative", "temperature", "tokenizer", "transforms_table")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and those
 # that go through all parts of the library. (`scripts/test --python 3.13` runs all.)
 BOTH = ("cli_process", "engine.py", "exporting", "jax_faults", "kvcache.py", "operation_counts", "package", "programs")

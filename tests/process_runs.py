@@ -1,17 +1,18 @@
-"""What `test_process_meshes.py` runs in each of two processes with four devices: one mesh over the eight of both.
+"""One mesh over the devices of two processes, with four each: the same tokens as on one device.
 
-    process_runs.py COORDINATOR NUMBER [--all]
+    process_runs.py [MODEL ...]
 
-Prints a JSON object: model, strategy, and the tokens of every row. --all: every strategy, of a table, a Llama, and that
-in int8; by hand, as it takes minutes.
+Runs every strategy of these models (table, llama, int8; all take some minutes) in two processes of its own, which this
+program becomes if it is given a coordinator and a number. `test_process_meshes.py` runs the few of ``SHORT``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jaxdecode.models.transformer import TransformerConfig, init_params, transfo
 from jaxdecode.testing import markov_model
 
 MESH = "data=2,tensor=4"
-LLAMA = TransformerConfig(64, 32, 2, 8, 4, 8, 64, 128)
+LLAMA = TransformerConfig(64, 32, 1, 8, 4, 8, 64, 128)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15]]
 SEED = 7
 HALF = [0.0, 0.9] * 2  # every other row takes the arg max
@@ -40,8 +41,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "draft": {"temperature": HALF},
     "choices": {"temperature": HALF, "choices": [[3, 4, 5], [3, 7], [8, 8, 8, 8]]},
 }
-SHORT = (("table", "engine"), ("int8", "plain"))
-ALL = tuple((model, name) for model in ("table", "llama", "int8") for name in (*STRATEGIES, "engine"))
+MODELS = ("table", "llama", "int8")
+SHORT = ("table engine", "llama plain")
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
 def made(name: str) -> tuple[TransformerConfig | None, Model, Any]:
@@ -67,25 +69,55 @@ def tokens(name: str, model: Model, params: Any) -> list[Any]:
     return fetch(jd.generate(model, params, PROMPTS, key=key, settings=settings, draft=draft)).to_lists()
 
 
-def over_both(which: Any) -> Iterator[tuple[str, str, list[Any]]]:
-    mesh = mesh_of(MESH)
-    for model_name, name in which:
+def over_both(which: list[str]) -> list[Any]:
+    """In one of the two processes."""
+    mesh, found = mesh_of(MESH), []
+    for model_name, name in map(str.split, which):
         config, model, params = made(model_name)
         with jax.set_mesh(mesh):
             placed = place(params, mesh) if config is None else shard(config, params, mesh)
-            yield model_name, name, tokens(name, model, placed)
+            found.append(tokens(name, model, placed))
+    return found
 
 
-def main() -> None:
-    coordinator, number, *more = sys.argv[1:]
+def compared(which: list[str]) -> list[tuple[str, list[Any], list[Any]]]:
+    """Of each "model strategy" the tokens on one device, and those of both processes."""
+    with socket.socket() as trial:
+        trial.bind(("", 0))
+        coordinator = f"127.0.0.1:{trial.getsockname()[1]}"
+    flags = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
+    commands = [[sys.executable, __file__, coordinator, number, *which] for number in "01"]
+    both = [subprocess.Popen(command, env=flags, stdout=subprocess.PIPE) for command in commands]
+    alone = [tokens(name, *made(model)[1:]) for model, name in map(str.split, which)]
+    told = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    parts = [json.loads(out) for out in told]
+    return [(name, one, [part[i] for part in parts]) for i, (name, one) in enumerate(zip(which, alone, strict=True))]
+
+
+def take_part(coordinator: str, number: str, which: list[str]) -> None:
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what C++ prints
     known = {"cluster_detection_method": "deactivate", "initialization_timeout": 60}
     jax.distributed.initialize(coordinator, 2, int(number), **known)
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 4)
-    print(json.dumps(list(over_both(ALL if "--all" in more else SHORT))), file=stdout, flush=True)
+    print(json.dumps(over_both(which)), file=stdout, flush=True)
     jax.distributed.shutdown()
 
 
+def main() -> int:
+    arguments = sys.argv[1:]
+    if arguments and ":" in arguments[0]:
+        take_part(arguments[0], arguments[1], arguments[2:])
+        return 0
+    every = [f"{model} {name}" for model in arguments or MODELS for name in (*STRATEGIES, "engine")]
+    unequal = 0
+    for name, alone, parts in compared(every):
+        same = sum(row == rows[0] == rows[1] for row, *rows in zip(alone, *parts, strict=True))
+        unequal += len(alone) - same
+        sys.stdout.write(f"{name}: {same} of {len(alone)} rows equal\n")
+    return int(unequal > 0)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
-from cli_tools import Result, assert_bad, call, finish, finished, process
+from cli_tools import ROOT, Result, assert_bad, call, finish, finished, process
 from test_cli_batch import BATCH, MANY, begun, write_lines
 
 from jaxdecode.cli.processes import Joining, Place, own, reason_of
@@ -28,8 +30,14 @@ import sys, time
 from jaxdecode.cli import processes
 processes.JOIN_SECONDS = int(sys.argv[4])
 def work(place):
+    from jax.experimental import multihost_utils
+    seconds = float(sys.argv[3])
+    if seconds < 0:
+        multihost_utils.process_allgather(place.process)
     print("here", flush=True)
-    time.sleep(float(sys.argv[3]))
+    while seconds < 0:
+        multihost_utils.process_allgather(place.process)
+    time.sleep(seconds)
     return 0
 coordinator, number = sys.argv[1:3]
 sys.exit(processes.together(processes.Joining(coordinator, 2, int(number), 4), work))
@@ -55,21 +63,17 @@ def lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def pair(tmp_path: Path, victim: int | None, env: dict[str, str]) -> list[Result]:
-    """Two processes; the victim is killed once each has written two lines. How all others end."""
-    arguments = (*BATCH[:-1], str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+def killed(arguments: tuple[str, ...], tmp_path: Path, env: dict[str, str]) -> Result:
+    """How the first of two processes ends whose second one is killed once each has written two lines."""
     port = free_port()
-    program = ("-m", "jaxdecode") if victim is None else ("-c", SLOW)
     with (
-        process(*arguments, *joined(0, port), program=program, env=env) as first,
-        process(*arguments, *joined(1, port), program=program, env=env) as second,
+        process(*arguments, *joined(0, port), program=("-c", SLOW), env=env) as first,
+        process(*arguments, *joined(1, port), program=("-c", SLOW), env=env) as second,
     ):
-        both = [first, second]
-        if victim is not None:
-            for number in (0, 1):
-                begun(part(tmp_path, number), 2)
-            both[victim].send_signal(signal.SIGKILL)
-        return [finish(p) for number, p in enumerate(both) if number != victim]
+        for number in (0, 1):
+            begun(part(tmp_path, number), 2)
+        second.send_signal(signal.SIGKILL)
+        return finish(first)
 
 
 def ended(dead: int, other: int) -> Result:
@@ -79,13 +83,15 @@ def ended(dead: int, other: int) -> Result:
 
 def test_two_processes_finish_after_a_kill_with_the_lines_of_one(tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", MANY)
-    env = {"JAXDECODE_CACHE": str(tmp_path / "cache")}
-    assert pair(tmp_path, 1, env) == [ended(1, 0)]
+    env = {"JAXDECODE_CACHE": str(tmp_path / "cache"), "PYTHON": sys.executable}
+    arguments = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *BATCH[1:-1], "--mesh", "data=1")
+    assert killed(("batch", *arguments), tmp_path, env) == ended(1, 0)
     before = [lines_in(part(tmp_path, number)) for number in (0, 1)]
     assert all(2 <= lines < 20 for lines in before)
-    results = pair(tmp_path, None, env)
-    assert [(r.code, r.err) for r in results] == [(0, "")] * 2
-    assert all(f"{n} were done before" in r.out for n, r in zip(before, results, strict=True))
+    script = str(ROOT / "scripts" / "batch_two_processes")
+    again = finished(script, *arguments, program=("-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"), env=env)
+    assert (again.code, again.err) == (0, "")
+    assert sorted(re.findall(r"(\d+) were done before", again.out)) == sorted(map(str, before))
     assert call(*BATCH, str(tmp_path / "in.jsonl"), str(tmp_path / "whole.jsonl")).code == 0
     parts = [part(tmp_path, number).read_bytes().splitlines() for number in (0, 1)]
     whole = (tmp_path / "whole.jsonl").read_bytes().splitlines()
@@ -93,12 +99,16 @@ def test_two_processes_finish_after_a_kill_with_the_lines_of_one(tmp_path: Path)
     assert sum(map(len, parts)) == len(MANY)
 
 
-@pytest.mark.parametrize(("victim", "seconds"), [(0, 60), (1, 0)], ids=["that coordinates", "when others are done"])
-def test_a_dead_process_ends_the_others(victim: int, seconds: float) -> None:
+DEATHS = {"of the one that coordinates": (0, "60", "60"), "when the other is done": (1, "0", "60")}
+DEATHS |= {"in the middle of a sum": (1, "-1", "-1")}
+
+
+@pytest.mark.parametrize(("victim", "first_seconds", "second_seconds"), DEATHS.values(), ids=DEATHS)
+def test_a_death_ends_the_others(victim: int, first_seconds: str, second_seconds: str) -> None:
     coordinator = f"127.0.0.1:{free_port()}"
     with (
-        process(coordinator, "0", str(seconds), "60", program=("-c", ALONE)) as first,
-        process(coordinator, "1", "60", "60", program=("-c", ALONE)) as second,
+        process(coordinator, "0", first_seconds, "60", program=("-c", ALONE)) as first,
+        process(coordinator, "1", second_seconds, "60", program=("-c", ALONE)) as second,
     ):
         both = [first, second]
         assert [p.stdout.readline() for p in both] == ["here\n"] * 2

@@ -52,14 +52,22 @@ def test_shares_add_up_to_the_model(script: Any) -> None:
     assert eight.weights == (one.weights - norms) // 8 + norms
     assert (eight.cache, eight.multiply) == (one.cache / 8, one.multiply / 8)
     assert one.links == 0
-    assert sum(script.sums(config, 8, 5)) == 2 * 5 * config.d_model * 65 + 4 * 5 * script.REDUCTIONS
+    assert script.sums(config, 8, 5)[:66] == [2 * 5 * config.d_model] * 65 + [4 * 5]
+
+
+def test_sums_are_those_of_the_compiled_step(script: Any) -> None:
+    """In numbers, as ``test_sharding`` finds them in a step of this model with 8 rows over 8 devices."""
+    config = script.TransformerConfig(8192, 64, 2, 8, 8, 8, 128, 128)
+    found = script.sums(config, 8, 8)
+    assert found[:5] == [2 * 8 * 64] * 5
+    assert found[5:] == [4 * 8] * 11 + [4 * 8 * 128] + [4 * 8 * 8192 // 128 // 2] * 2
 
 
 def test_what_does_not_divide_is_whole(script: Any) -> None:
     small = script.MODELS["smollm2-135m"]
     own = script.share(small, 2)
     assert (own.n_heads, own.n_kv_heads, own.d_mlp, own.vocab_size) == (9, 3, 768, 24576)
-    assert len(script.sums(small, 2, 1)) == 31 + script.REDUCTIONS
+    assert len(script.sums(small, 2, 1)) == 31 + script.REDUCTIONS + 3
     assert script.share(small, 3).n_kv_heads == 1
 
 

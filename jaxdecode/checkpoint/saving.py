@@ -60,6 +60,8 @@ def save(
         raise ValueError(f"save: expected a transformer, got {type(config).__name__}")
     shard = max_shard_bytes is None or (isinstance(max_shard_bytes, int) and max_shard_bytes > 0)
     require(shard, "save: max_shard_bytes", "a positive number, or None", max_shard_bytes)
+    spread = any(len(x.devices()) > 1 for x in jax.tree.leaves(loaded.params) if isinstance(x, jax.Array))
+    require(not spread, "save: params", "params on one device (loaded without a mesh)", "params over a mesh")
     found = _found(loaded.params, config)
     quantized = any(map(is_quantized, found.values()))
     require(quantized or notes is None, "save: notes", "none for params that are not quantized", notes)

@@ -8,6 +8,7 @@ import typer
 
 from jaxdecode._version import __version__
 from jaxdecode.cli.decoding import CONSTRAINTS, DRAFTS, GroupedCommand, with_decoding
+from jaxdecode.cli.processes import Coordinator, Joining, NumProcesses, ProcessId, ProcessTimeout
 
 __all__ = ["MODELS", "app"]
 
@@ -53,6 +54,12 @@ ContextLength = Annotated[
     int | None,
     typer.Option(
         metavar="N", min=1, help="Tokens of the longest text, prompt and output; as the file says if not given."
+    ),
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh", metavar="AXES", help="Many devices: data=N for rows, tensor=N for weights, or both with ','."
     ),
 ]
 NoCompileCache = Annotated[
@@ -172,7 +179,12 @@ def generate(
         int | None,
         typer.Option(metavar="N", min=1, help="The most tokens a model drafts at once (7).", rich_help_panel=DRAFTS),
     ] = None,
+    mesh: MeshOption = None,
     no_compile_cache: NoCompileCache = False,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    process_timeout: ProcessTimeout = 30,
 ) -> None:
     """Continue a text, or answer it (--chat).
 
@@ -214,8 +226,10 @@ def generate(
         draft=Draft(draft_model, draft_quantize, draft_length),
         cache_dtype=cache_dtype,
         context_length=context_length,
+        mesh=mesh,
     )
-    raise typer.Exit(run(prompt, request))
+    joining = Joining(coordinator, num_processes, process_id, process_timeout)
+    raise typer.Exit(run(prompt, request, joining))
 
 
 @app.command(

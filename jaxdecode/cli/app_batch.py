@@ -11,6 +11,7 @@ from jaxdecode.cli.app import (
     ContextLength,
     Dtype,
     MaxNewTokens,
+    MeshOption,
     MinP,
     ModelOption,
     NoCompileCache,
@@ -93,6 +94,7 @@ def batch(
     quantize: Quantize = None,
     cache_dtype: CacheDtype = None,
     context_length: ContextLength = None,
+    mesh: MeshOption = None,
     no_compile_cache: NoCompileCache = False,
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
@@ -130,6 +132,7 @@ def batch(
         compile_cache=not no_compile_cache,
         cache_dtype=cache_dtype,
         context_length=context_length,
+        mesh=mesh,
     )
     asked = Asked(
         source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant, record

@@ -19,6 +19,7 @@ from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import fields
 from jaxdecode.cli.files import check_target, write_json
 from jaxdecode.cli.generate import check, encode, settings_of
+from jaxdecode.cli.meshing import over_mesh
 from jaxdecode.cli.processes import Joining, Place, own, together
 from jaxdecode.cli.record import recorded_batch
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt
@@ -81,7 +82,7 @@ def _run(asked: Asked, defaults: Request, place: Place) -> int:
         progress("starting")
         import jaxdecode
 
-        with bad_input():
+        with over_mesh(defaults.mesh, own=True) as spread, bad_input():
             source = Path(asked.source).expanduser()
             source.open("rb").close()  # before the model is loaded
             target = Path(asked.target).expanduser()
@@ -89,11 +90,11 @@ def _run(asked: Asked, defaults: Request, place: Place) -> int:
                 raise BadInput(f"OUT: expected another file than IN, got {asked.target}")
             record = None if asked.record is None else check_target(asked.record)
             defaults = defaults._replace(constraints=constraining.read(defaults.constraints))
-            loaded = jaxdecode.load(defaults.model, **defaults.loading, progress=progress)
+            loaded = jaxdecode.load(defaults.model, **defaults.loading, **spread, progress=progress)
             Translator(loaded, progress).settings(defaults)  # a wrong default is no fault of the lines
             results = Results(asked.target, _same(asked, defaults), resume=asked.resume, in_order=asked.in_order)
         try:
-            with deferred_interrupt() as interrupted:
+            with over_mesh(defaults.mesh, own=True), deferred_interrupt() as interrupted:
                 work = Batch(asked, defaults, loaded, source, results, progress)
                 work.run(interrupted)
                 drained = interrupted()
@@ -112,7 +113,8 @@ def _run(asked: Asked, defaults: Request, place: Place) -> int:
 
 def _same(asked: Asked, defaults: Request) -> dict[str, Any]:
     """What a run must have in common with the one that it goes on with."""
-    ignored = ("record", "json", "stream", "compile_cache", "draft")
+    ignored: tuple[str, ...] = ("record", "json", "stream", "compile_cache", "draft")
+    ignored += ("mesh",) if defaults.mesh is None else ()
     request = {name: value for name, value in defaults._asdict().items() if name not in ignored}
     return {**request, "shard": asked.shard, "order": "input" if asked.in_order else "finished"}
 

@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
     num_samples: None for one completion in no list, unless there are beams. best_of: write so many, tell the best.
     constraints: what was given of them, by name: a schema's file (once read, the schema), a pattern, texts. logprobs:
-    tell them; top_logprobs: beside those of this many ids. draft: another model that drafts.
+    tell them; top_logprobs: beside those of this many ids. draft: another model that drafts. mesh: None for one device.
     """
 
     model: str
@@ -66,6 +66,7 @@ class Request(NamedTuple):
     draft: Draft = Draft()
     cache_dtype: str | None = None
     context_length: int | None = None
+    mesh: str | None = None
 
     @property
     def loading(self) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from jaxdecode.cli.choices import (
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.decoding import TEXTS, fields
 from jaxdecode.cli.files import check_target, write_json
+from jaxdecode.cli.meshing import over_mesh
+from jaxdecode.cli.processes import Joining, Place, together
 from jaxdecode.cli.record import recorded
 from jaxdecode.cli.terminal import BadInput, Progress, bad_input, deferred_interrupt, show, styled
 
@@ -35,28 +37,40 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 
-def run(prompt: str | None, request: Request) -> int:
+def run(prompt: str | None, request: Request, joining: Joining) -> int:
     """Write to stdout what the model says. Returns the exit code."""
     check(request)
+    if joining.coordinator is not None and request.mesh is None:
+        raise BadInput("--coordinator: expected a --mesh of all processes' devices, over which they write one text")
     text = read_prompt(prompt)
+    if request.compile_cache:
+        keep_compiled_programs()
+    return together(joining, lambda place: _run(text, request, place))
+
+
+def _run(text: str, request: Request, place: Place) -> int:
+    """All processes compute the same; the first one tells it."""
     progress = Progress()
+    if place.process > 0:
+        request = request._replace(stream=False, record=None)
+        progress.stop()
     try:
         progress("starting")
-        if request.compile_cache:
-            keep_compiled_programs()
         import jaxdecode
 
-        with bad_input():
+        with over_mesh(request.mesh) as spread, bad_input():
             target = None if request.record is None else check_target(request.record)
             numbers = {k: v for k, v in settings_of(request).items() if k not in TEXTS}
             jaxdecode.Settings(**numbers)  # a number out of range should not wait for the model
             request = request._replace(constraints=constraining.read(request.constraints))
-            loaded = jaxdecode.load(request.model, **request.loading, progress=progress)
-            draft = drafting.load_draft(loaded, request.model, request.draft, request.loading, progress)
+            loading = {**request.loading, **spread}
+            loaded = jaxdecode.load(request.model, **loading, progress=progress)
+            draft = drafting.load_draft(loaded, request.model, request.draft, loading, progress)
             request = request._replace(settings=fields(request.settings, loaded.tokenizer))
             ids = encode(loaded, text, request)
             grammar = constraining.compiled(loaded, request.constraints, progress)
-        written = write(loaded, ids, grammar, request, progress, draft)
+        with over_mesh(request.mesh):
+            written = write(loaded, ids, grammar, request, progress, draft)
         if request.best_of is not None:
             written = best(written, request.num_samples or 1)
         choices = [choice(loaded.tokenizer, written, row, request) for row in range(len(written.texts))]
@@ -65,7 +79,8 @@ def run(prompt: str | None, request: Request) -> int:
                 write_json(target, recorded(loaded.tokenizer, text, ids, written, request, progress))
     finally:
         progress.stop()
-    tell(loaded.tokenizer, choices, len(ids), request, written)
+    if place.process == 0:
+        tell(loaded.tokenizer, choices, len(ids), request, written)
     failed = next((c["finish"] for c in choices if c["finish"] in FAILURES), None)
     if failed is not None:
         raise typer.TyperException(f"the text ends early ({failed}): {FAILURES[failed]}")

@@ -97,6 +97,8 @@ def together(asked: Joining, work: Callable[[Place], int]) -> int:
             if code in (0, INTERRUPTED):  # one that was interrupted has not the time for what others may still do
                 _wait(jax, asked, place, float("inf") if code == 0 else asked.timeout)
         except BaseException as error:
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+                time.sleep(2 * asked.timeout)  # of a sum that lacks a process: an abort tells which
             _leave_at_exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1))
             raise
         if code:
@@ -171,7 +173,7 @@ def _wait(jax: Any, asked: Joining, place: Place, seconds: float) -> None:
     progress.stop()
     if not thread.is_alive() and not arrived:
         if not dead:
-            time.sleep(asked.timeout)
+            time.sleep(2 * asked.timeout)
         raise typer.TyperException(_ended(map(str, sorted(dead)), place))
 
 

@@ -63,6 +63,7 @@ def recorded(
         "settings": {**request.settings, **samples, **ends, **request.constraints},
         **_drafted(request, progress),
         **({} if request.best_of is None else {"best_of": request.best_of}),
+        **({} if request.mesh is None else {"mesh": request.mesh}),
         "seed": request.seed,
         "keys": {"impl": "threefry2x32", "words": written.keys},
         "outputs": outputs,

@@ -12,6 +12,7 @@ from jaxdecode.cli.choices import CANCELLED, Request, Written, best, numbers, to
 from jaxdecode.cli.compilation import keep_compiled_programs
 from jaxdecode.cli.drafting import Draft
 from jaxdecode.cli.files import read_json
+from jaxdecode.cli.meshing import over_mesh
 from jaxdecode.cli.record import FORMAT, VERSION, changed_versions, check_files, expecting_fields, first_difference
 from jaxdecode.cli.terminal import Progress, bad_input, show
 from jaxdecode.cli.verify_batch import tell_versions, verify_batch
@@ -65,6 +66,7 @@ def request_of(record: Mapping[str, Any]) -> Request:
             stream=False,
             compile_cache=True,
             draft=Draft() if draft is None else _draft(model["source"], draft),
+            mesh=record.get("mesh"),
         )
 
 
@@ -95,13 +97,16 @@ def run(path: str, *, json: bool, compile_cache: bool) -> int:
             with expecting_fields():
                 ids, changed = record["prompt"]["ids"], changed_versions(record)
                 check_files(record, progress)
-            loaded = jaxdecode.load(request.model, **request.loading, progress=progress)
-            draft = drafting.load_draft(loaded, request.model, request.draft, request.loading, progress)
+            with over_mesh(request.mesh) as spread:
+                loading = {**request.loading, **spread}
+                loaded = jaxdecode.load(request.model, **loading, progress=progress)
+                draft = drafting.load_draft(loaded, request.model, request.draft, loading, progress)
             eos = list(loaded.tokenizer.eos_ids)
             if record["settings"]["eos"] != eos:
                 raise ValueError(f"eos: expected the recorded ids {record['settings']['eos']}, got {eos} of the model")
             grammar = constraining.compiled(loaded, request.constraints, progress)
-        written = generate.write(loaded, ids, grammar, request, progress, draft)
+        with over_mesh(request.mesh):
+            written = generate.write(loaded, ids, grammar, request, progress, draft)
         if request.best_of is not None:
             written = best(written, request.num_samples or 1)
     finally:

@@ -13,6 +13,7 @@ from jaxdecode.cli.batch import Asked, Batch
 from jaxdecode.cli.batch_files import digest
 from jaxdecode.cli.batch_records import written
 from jaxdecode.cli.choices import Request, numbers, token_text
+from jaxdecode.cli.meshing import over_mesh
 from jaxdecode.cli.record import (
     changed_versions,
     check_files,
@@ -108,10 +109,11 @@ def verify_batch(record: Mapping[str, Any], progress: Progress, *, json: bool) -
         asked = Asked(source, target, run.pop("slots"), shard, in_order, False, run.pop("share_prefixes"))
         more: dict[str, Any] = {"record": None, "json": True, "stream": False, "compile_cache": True}
         request = Request(**{**run, "stops": tuple(run["stops"])}, **more)
-    loaded = jaxdecode.load(request.model, **request.loading, progress=progress)
+    with over_mesh(request.mesh) as spread:
+        loaded = jaxdecode.load(request.model, **request.loading, **spread, progress=progress)
     work = _Replay(asked, request, loaded, Path(source), _Nothing(), progress)
     work.then = dict(_outputs(Path(target)))
-    with deferred_interrupt() as interrupted:
+    with over_mesh(request.mesh), deferred_interrupt() as interrupted:
         work.run(interrupted)
         if interrupted():
             return 130

@@ -38,6 +38,10 @@ def quantize(params: Params, scheme: Scheme, *, range: Range = "max") -> Params:
         checks.require(range == "max", "range", f"'max', as {parsed} has no other", range)
 
     def leaf(path: Any, w: Any) -> Any:
+        apart = isinstance(w, QRows) and not any(isinstance(part, QTensor) for part in w.parts)
+        checks.require(
+            not apart, "params", "params that lie on no mesh yet (`load` takes quantize and mesh)", "a mesh's"
+        )
         if is_quantized(w) or w.ndim != 2 or not jnp.issubdtype(w.dtype, jnp.floating):
             return w
         name = f"params{jax.tree_util.keystr(path)}"
