@@ -43,8 +43,7 @@ KEY = jax.random.key(7)
 HALF = [0.0, 0.9] * 4  # every other row takes the arg max
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"temperature": HALF, "top_p": 0.9, "top_logprobs": 2},
-    "penalties": {"temperature": HALF, "top_k": 40, "repetition_penalty": 1.1, "no_repeat_ngram": 2},
-    "samples": {"temperature": 0.8, "min_p": 0.05, "num_samples": 2},
+    "samples": {"temperature": 0.8, "top_k": 40, "repetition_penalty": 1.1, "num_samples": 2},
     "beams": {"beams": 3, "length_penalty": 0.5},
     "lookup": {"temperature": HALF, "prompt_lookup": 3},
     "choices": {"temperature": HALF, "choices": [[3, 4, 5], [3, 7], [8, 8, 8, 8]]},
@@ -82,7 +81,6 @@ def runs(which: dict[str, dict[str, tuple[str, ...]]]) -> Iterator[tuple[str, st
         "table": table,
         "llama": (LLAMA, transformer(LLAMA), llama),
         "codes": (LLAMA, transformer(LLAMA, cache_dtype="int8"), codes),
-        "experts": (EXPERTS, transformer(EXPERTS), init_params(EXPERTS, jax.random.key(2))),
     }
     for model_name, meshes in which.items():
         config, model, params = models[model_name]
@@ -127,6 +125,20 @@ def programs(text: str, vocab_size: int) -> dict[str, Any]:
     told["params"] = [whole, _bytes(placed, lambda x: x.sharding.shard_shape(x.shape))]
     told["cache"] = [_bytes(state.cache, f) for f in (lambda x: x.shape, lambda x: x.sharding.shard_shape(x.shape))]
     return told
+
+
+def experts(text: str) -> dict[str, Any]:
+    """Of a mixture of experts: how far its logits are from those on one device, and what a call exchanges."""
+    params, mesh, model = init_params(EXPERTS, jax.random.key(2)), mesh_of(text), transformer(EXPERTS)
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(8, 2)
+    apply = jax.jit(lambda p: model.apply(p, tokens, model.init_cache(p, 8, 2))[0])
+    alone = np.asarray(apply(params))
+    with jax.set_mesh(mesh):
+        call = apply.lower(placed := shard(EXPERTS, jax.tree.map(np.asarray, params), mesh)).compile()
+        found = np.asarray(call(placed))
+    stack = placed["layers"][0]["expert_gate"]
+    part = [list(stack.shape), list(stack.sharding.shard_shape(stack.shape))]
+    return {"off": float(np.abs(alone - found).max()), "exchanged": exchanged(call.as_text()), "gate": part}
 
 
 def _bytes(tree: Any, shape: Any) -> int:
@@ -212,9 +224,8 @@ def whole_or_parts(mesh: Mesh) -> list[Any]:
 ALL = (*STRATEGIES, "engine")
 SHORT = {
     "table": {MESHES[1]: ("plain",), MESHES[2]: ("lookup",)},
-    "llama": {MESHES[0]: ("choices",), MESHES[1]: ("beams", "engine"), MESHES[2]: ("penalties",)},
+    "llama": {MESHES[0]: ("choices",), MESHES[1]: ("beams", "engine"), MESHES[2]: ("samples",)},
     "codes": {MESHES[0]: ("plain",)},
-    "experts": {MESHES[1]: ("samples",)},
 }
 
 
@@ -227,6 +238,7 @@ def main() -> None:
         for found in runs(which):
             told["runs"].append(found)
         told["programs"] = programs(MESHES[0], 8192)
+        told["experts"] = experts(MESHES[1])
         told["filters"] = filters(MESHES[1])
         told["reading"] = reading(MESHES[0])
         told["parts"] = whole_or_parts(mesh_of(MESHES[1]))
