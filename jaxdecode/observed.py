@@ -7,9 +7,6 @@ a gradient would compute on the way hangs on nothing that is asked for, and XLA 
 
 Of a moment [2,K,K] the columns are pairs: those of the first half are x, those of the second half y, and the cotangent
 is the sum of y y^T and of x y^T.
-
-In the same way the cotangent of ``outputs`` [N,N] is the sum of g g^T over the cotangents g of the columns of the
-product; then the gradient goes on to x, through the whole model.
 """
 
 from __future__ import annotations
@@ -25,17 +22,16 @@ from jax import lax
 
 from jaxdecode.quant import is_quantized
 
-__all__ = ["Observed", "output_moments", "product", "second_moments"]
+__all__ = ["Observed", "product", "second_moments"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """A ``weight`` [N,K] and the ``moment`` [K,K] or [2,K,K] by which its inputs are seen, or ``outputs`` [N,N]."""
+    """A ``weight`` [N,K] and the ``moment`` [K,K] or [2,K,K] by which its inputs are seen."""
 
     weight: jax.Array
-    moment: jax.Array | None
-    outputs: jax.Array | None = None
+    moment: jax.Array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,40 +42,32 @@ class Observed:
         return self.weight.dtype
 
 
-def product(multiply: Callable[..., jax.Array], w: Observed, x: jax.Array) -> jax.Array:
-    """``multiply(w.weight, x[K,R])``."""
-    return _product(multiply, w.weight, (w.moment, w.outputs), x)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(multiply: Callable[..., jax.Array], weight: jax.Array, moments: Any, x: jax.Array) -> jax.Array:
+def product(multiply: Callable[..., jax.Array], weight: jax.Array, moment: jax.Array, x: jax.Array) -> jax.Array:
+    """``multiply(weight, x[K,R])``."""
     return multiply(weight, x)
 
 
-def _forward(multiply: Callable[..., jax.Array], weight: jax.Array, moments: Any, x: jax.Array) -> Any:
-    return multiply(weight, x), (weight, moments, x)
+def _forward(multiply: Callable[..., jax.Array], weight: jax.Array, moment: jax.Array, x: jax.Array) -> Any:
+    return multiply(weight, x), (weight, moment, x)
 
 
 def _backward(multiply: Callable[..., jax.Array], kept: Any, cotangent: jax.Array) -> Any:
-    weight, (moment, outputs), x = kept
+    weight, moment, x = kept
     wide = x.astype(jnp.float32)
-    if outputs is not None:
-        g = cotangent.astype(jnp.float32)
-        (through,) = jax.vjp(functools.partial(multiply, weight), x)[1](cotangent)
-        return jnp.zeros_like(weight), (None, _outer(g, g)), through
     if moment.ndim == 2:
         seen = _outer(wide, wide)
     else:
         first, second = jnp.split(wide, 2, axis=1)
         seen = jnp.stack([_outer(second, second), _outer(first, second)])
-    return jnp.zeros_like(weight), (seen, None), jnp.zeros_like(x)
+    return jnp.zeros_like(weight), seen, jnp.zeros_like(x)
 
 
 def _outer(x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.dot_general(x, y, (((1,), (1,)), ((), ())))
 
 
-_product.defvjp(_forward, _backward)
+product.defvjp(_forward, _backward)
 
 
 def second_moments(fn: Callable[..., Any], params: Any, *args: Any, pairs: bool = False) -> tuple[Any, Any]:
@@ -111,19 +99,3 @@ def second_moments(fn: Callable[..., Any], params: Any, *args: Any, pairs: bool 
 
     moments, out = jax.grad(outputs, has_aux=True)(jax.tree.map(blank, params, is_leaf=is_quantized))
     return out, moments
-
-
-def output_moments(fn: Callable[..., jax.Array], params: Any, *args: Any, largest: int) -> Any:
-    """The sum of g g^T [N,N] over the gradients g of the number ``fn(params, *args)`` to the columns of all products.
-
-    Of every matrix of at most ``largest`` rows, by its place; other leaves have None. Everything is traced.
-    """
-
-    def blank(w: Any) -> jax.Array | None:
-        seen = isinstance(w, jax.Array) and w.ndim == 2 and jnp.issubdtype(w.dtype, jnp.floating)
-        return jnp.zeros((w.shape[0],) * 2, jnp.float32) if seen and w.shape[0] <= largest else None
-
-    def value(moments: Any) -> jax.Array:
-        return fn(jax.tree.map(lambda w, m: w if m is None else Observed(w, None, m), params, moments), *args)
-
-    return jax.grad(value)(jax.tree.map(blank, params))

@@ -68,7 +68,6 @@ def quantized(entry: str, loaded: jd.Loaded, asked: Any, clock: Clock) -> Any:
         ids = loaded.tokenizer.encode(asked.calibration.read_text("utf-8"))
         tokens = calibration.windows_of(ids, asked.rows, asked.width, jax.random.key(0))
         how: Any = {"others": others, "range": span, "correction": asked.correction}
-        how["fisher"] = jax.random.key(2) if asked.fisher else None
         how["folder"] = asked.folder / entry.replace(":", "-").replace("tuned", "gptq")
         found = calibration.calibrate(loaded.config, loaded.params, tokens, scheme, **how, progress=clock)
         if method == "gptq":
@@ -158,7 +157,6 @@ def main() -> int:
     options.add_argument("--rows", type=int, default=24, help="windows of the text to calibrate on")
     options.add_argument("--width", type=int, default=512, help="tokens of each")
     options.add_argument("--correction", type=float, default=calibration.CORRECTION, help="see calibrate")
-    options.add_argument("--fisher", action="store_true", help="rows take up each other's errors")
     options.add_argument("--steps", type=int, default=32, help="of tuning")
     options.add_argument("--rate", type=float, default=RATE, help="of grids and norms")
     options.add_argument("--code-rate", type=float, default=CODE_RATE)

@@ -240,7 +240,7 @@ def test_quantize_by_rounding_then_eval_and_generate(text: str, tiny: str, tmp_p
 
 def test_quantize_on_a_text(text: str, tiny: str, tmp_path: Path) -> None:
     folder = tmp_path / "calibrated"
-    how = ("--method", "fisher", "--text", text, "--rows", "8", "--window", "32", "--seed", "3", "--tune", "2")
+    how = ("--method", "gptq", "--text", text, "--rows", "8", "--window", "32", "--seed", "3", "--tune", "2")
     result = quantized(tiny, folder, "--scheme", "int2_affine", *how)
     assert (result.code, result.err) == (0, "")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -23,12 +23,11 @@ from jaxdecode import checks
 from jaxdecode.base import Model, Params
 from jaxdecode.caches import params_digest
 from jaxdecode.calibration.channels import divided, factors
-from jaxdecode.calibration.fisher import output_information
 from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, aim, damped, round_matrix, round_to_bytes
 from jaxdecode.calibration.stages import Stage, Stages, one_stage, transformer_stages
 from jaxdecode.calibration.steps import Steps
 from jaxdecode.generation import vocab_size_of
-from jaxdecode.models.transformer import TransformerConfig, transformer
+from jaxdecode.models.transformer import TransformerConfig
 from jaxdecode.observed import second_moments
 from jaxdecode.quant import QTensor, Scheme, Uniform, dequantize, is_quantized, pack, parse_scheme, quantize
 from jaxdecode.quant.schemes import Range
@@ -85,7 +84,6 @@ def calibrate(
     others: Scheme = OTHERS,
     range: Range = "max",  # as in `quantize`
     balance: bool | None = None,
-    fisher: jax.Array | None = None,
     rounds: int = ROUNDS,
     correction: float = CORRECTION,
     folder: str | os.PathLike[str] | None = None,
@@ -98,11 +96,9 @@ def calibrate(
     calibrated: embedding and output head of a config, all that multiplies nothing of a model. range: of plain rounding,
     which no row of a matrix may cost more than. correction: how far each matrix makes good for what the rounded stages
     before it have changed, 0 (keep what its own weights do) to 1. balance: move what is uneven in the inputs of a
-    layer's matrices to their weights (``channels.py``); None: if activations are rounded too, as by "int8". fisher: a
-    key: rows of a matrix take up each other's errors too, by what these do to the model's laws (``fisher.py``), and a
-    row may then cost more. rounds: see ``rounding.py``. folder: where finished stages are kept: the same call goes on
-    there, to the same bits. ValueError: a scheme with one grid for a whole tensor, ids out of range, other work in the
-    folder.
+    layer's matrices to their weights (``channels.py``); None: if activations are rounded too, as by "int8". rounds: see
+    ``rounding.py``. folder: where finished stages are kept: the same call goes on there, to the same bits. ValueError:
+    a scheme with one grid for a whole tensor, ids out of range, other work in the folder.
 
     >>> from jaxdecode.models.transformer import TransformerConfig, init_params
     >>> config = TransformerConfig(16, 8, 1, 2, 1, 4, 12, context_length=32)
@@ -134,16 +130,10 @@ def calibrate(
     }
     about |= {"shape": list(tokens.shape), "damping": DAMPING, "correction": correction}
     about |= {"balance": True} if balanced else {}
-    about |= {} if fisher is None else {"fisher": np.asarray(jax.random.key_data(fisher)).tolist()}
     if folder is not None:
         about["params"] = params_digest(params)
     steps = Steps(folder, about)
-    outputs: Mapping[str, np.ndarray] = {}
-    if fisher is not None and isinstance(uniform, Uniform):
-        whole = transformer(model) if isinstance(model, TransformerConfig) else model
-        ids = tokens.astype(np.int32)
-        outputs = steps.once("fisher", lambda: output_information(whole, params, ids, fisher, progress))
-    how = _How(uniform, rest, rounds, correction, balanced, _dtype(params), outputs)
+    how = _How(uniform, rest, rounds, correction, balanced, _dtype(params))
     return _through(stages, params, tokens.astype(np.int32), how, steps, progress)
 
 
@@ -158,7 +148,6 @@ class _How(NamedTuple):
     correction: float
     balance: bool
     dtype: Any
-    outputs: Mapping[str, np.ndarray]
 
 
 def _through(
@@ -247,7 +236,6 @@ def _solve(
             name = _name(path)
             total[name] = total.get(name, np.float64(0)) + np.asarray(moment, np.float64)
     arrays: dict[str, np.ndarray] = {}
-    prefix = "".join(f"{key}." for key in stage.path)
     if how.balance and stage.config is not None:
         by = factors(stage.config, part, {name: m[0] if m.ndim == 3 else m for name, m in total.items()})
         part = divided(stage.config, part, by)
@@ -262,9 +250,7 @@ def _solve(
         h = damped(moments[0] if how.correction else moments, number)
         wanted = aim(w, h, moments / number, how.correction) if how.correction else w
         if isinstance(how.uniform, Uniform):
-            hang = how.outputs.get(prefix + name)
-            outputs = None if hang is None else damped(hang, 1)
-            found = round_matrix(w, h, how.uniform, aim=wanted, outputs=outputs, rounds=how.rounds)
+            found = round_matrix(w, h, how.uniform, aim=wanted, rounds=how.rounds)
         else:
             found = round_to_bytes(w, h, how.dtype, aim=wanted)
         arrays |= {f"{name}/{kind}": value for kind, value in _described(found, wanted, h).items()}

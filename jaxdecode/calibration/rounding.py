@@ -20,20 +20,9 @@ import numpy as np
 from jaxdecode.calibration.grids import expand, group_size, refit, rounded, search
 from jaxdecode.quant import Uniform, codes_and_scale, value_of
 
-__all__ = [
-    "Rounded",
-    "aim",
-    "cost",
-    "damped",
-    "descend",
-    "feedback",
-    "feedback_to_rows",
-    "round_matrix",
-    "round_to_bytes",
-]
+__all__ = ["Rounded", "aim", "cost", "damped", "descend", "feedback", "round_matrix", "round_to_bytes"]
 
 DAMPING = 0.01
-ROWS = 16  # that are rounded together before the others take up what they lost
 BLOCK = 64  # columns whose errors reach the others in one product
 ROUNDS = 2  # of step 4
 
@@ -94,25 +83,12 @@ class _Columns(NamedTuple):
         return self.scale[k] * code + self.offset[k]
 
 
-class Factor(NamedTuple):
-    """Columns, heaviest first, and the upper triangle U of the inverse of H in that order, U^T U."""
-
-    order: np.ndarray
-    upper: np.ndarray
-
-    @staticmethod
-    def of(h: np.ndarray) -> Factor:
-        order = np.argsort(-np.diag(h), kind="stable")
-        inverse = np.linalg.inv(h[np.ix_(order, order)])
-        return Factor(order, np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32))
-
-
-def feedback(
-    w: np.ndarray, h: np.ndarray | Factor, scale: np.ndarray, offset: np.ndarray, uniform: Uniform
-) -> np.ndarray:
+def feedback(w: np.ndarray, h: np.ndarray, scale: np.ndarray, offset: np.ndarray, uniform: Uniform) -> np.ndarray:
     """The codes [N,K] of GPTQ on grids that are given."""
     n, k = w.shape
-    order, upper = h if isinstance(h, Factor) else Factor.of(h)
+    order = np.argsort(-np.diag(h), kind="stable")
+    inverse = np.linalg.inv(h[np.ix_(order, order)])
+    upper = np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
     columns = _Columns.of(scale, offset, k, group_size(k, uniform), uniform.last_code).take(order)
     rest, codes = np.ascontiguousarray(w.T[order]), np.empty((k, n), np.uint8)
     for first in range(0, k, BLOCK):
@@ -127,28 +103,6 @@ def feedback(
     out = np.empty_like(codes)
     out[order] = codes
     return out.T
-
-
-def feedback_to_rows(
-    w: np.ndarray, h: np.ndarray, outputs: np.ndarray, scale: np.ndarray, offset: np.ndarray, uniform: Uniform
-) -> np.ndarray:
-    """The codes [N,K] of GPTQ where what a few rows have lost is taken up by the rows that are left too.
-
-    outputs: B [N,N], damped; the cost is the trace of B E H E^T (YAQA, Tseng et al. 2025).
-    """
-    columns, rows = Factor.of(h), Factor.of(outputs)
-    rest, codes = w[rows.order], np.empty(w.shape, np.uint8)
-    size = group_size(w.shape[1], uniform)
-    for first in range(0, len(w), ROWS):
-        block = slice(first, first + ROWS)
-        s, o = (grid[rows.order[block]] for grid in (scale, offset))
-        codes[block] = feedback(rest[block], columns, s, o, uniform)
-        error = rest[block] - value_of(codes[block], *(expand(g, w.shape[1], size) for g in (s, o)))
-        left = np.linalg.solve(rows.upper[block, block].T, error).astype(np.float32)
-        rest[block.stop :] -= rows.upper[block, block.stop :].T @ left
-    out = np.empty_like(codes)
-    out[rows.order] = codes
-    return out
 
 
 def descend(
@@ -189,13 +143,11 @@ def round_matrix(
     uniform: Uniform,
     *,
     aim: np.ndarray | None = None,
-    outputs: np.ndarray | None = None,
     rounds: int = ROUNDS,
 ) -> Rounded:
     """w[N,K] on grids of ``uniform`` under H [K,K] float64, as `damped` gives it.
 
-    aim: what to come near to, if that is not w, whose plain rounding stays the measure. outputs: B [N,N], damped, of
-    rows that hang together; then a row may cost more, if all of them together cost less.
+    aim: what to come near to, if that is not w, whose plain rounding stays the measure.
     """
     w = np.ascontiguousarray(w, np.float32)
     small = h.astype(np.float32)
@@ -211,9 +163,7 @@ def round_matrix(
         best, least = _better(best, least, found, cost(w, small, *found, uniform))
         found = (descend(w, h, *best, uniform), *best[1:])
         best, least = _better(best, least, found, cost(w, small, *found, uniform))
-    if outputs is not None:
-        best, least = _together(w, h, outputs, best, least, uniform)
-    return Rounded(*best, least, plain_cost, _place(w, small, *best, uniform, outputs))
+    return Rounded(*best, least, plain_cost, _place(w, small, *best, uniform))
 
 
 def round_to_bytes(w: np.ndarray, h: np.ndarray, dtype: np.dtype, *, aim: np.ndarray | None = None) -> Rounded:
@@ -231,21 +181,6 @@ def round_to_bytes(w: np.ndarray, h: np.ndarray, dtype: np.dtype, *, aim: np.nda
     return Rounded(*best, least, plain_cost, _place(wanted, small, *best, grid))
 
 
-def _together(
-    w: np.ndarray, h: np.ndarray, outputs: np.ndarray, best: _Found, least: np.ndarray, uniform: Uniform
-) -> tuple[_Found, np.ndarray]:
-    """The same grids with the codes that cost less if rows hang together, and what every row then costs by itself."""
-
-    def all_cost(found: _Found) -> float:
-        error = w - value_of(found[0], *(expand(g, w.shape[1], group_size(w.shape[1], uniform)) for g in found[1:]))
-        return float(np.einsum("nk,nk->", (outputs @ error.astype(np.float64)) @ h, error))
-
-    found = (feedback_to_rows(w, h, outputs, *best[1:], uniform), *best[1:])
-    if all_cost(found) >= all_cost(best):
-        return best, least
-    return found, cost(w, h.astype(np.float32), *found, uniform)
-
-
 def _place(
     w: np.ndarray,
     h: np.ndarray,
@@ -253,13 +188,10 @@ def _place(
     scale: np.ndarray,
     offset: np.ndarray,
     uniform: Uniform,
-    outputs: np.ndarray | None = None,
 ) -> np.ndarray:
     k = w.shape[1]
     s, o = (expand(g, k, group_size(k, uniform)) for g in (scale, offset))
     pull = (w - value_of(codes, s, o)) @ h
-    if outputs is not None:
-        pull = (outputs.astype(np.float32) @ pull) / np.diag(outputs).astype(np.float32)[:, None]
     return np.clip(pull / (np.diag(h) * np.where(s == 0, np.float32(1), s)), -0.5, 0.5).astype(np.float16)
 
 

@@ -54,17 +54,6 @@ class Steps:
         _write(self.folder / f"{index:04d}.npz", lambda made: np.savez(made, **arrays))  # type: ignore[arg-type]
         self._after(index - 1).unlink(missing_ok=True)
 
-    def once(self, name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """What ``make`` gave the first time."""
-        if self.folder is None:
-            return make()
-        file = self.folder / f"{name}.npz"
-        if not file.exists():
-            arrays = make()
-            _write(file, lambda made: np.savez(made, **arrays))  # type: ignore[arg-type]
-        with np.load(file) as held:
-            return {key: held[key] for key in held.files}
-
     def forget(self, index: int) -> None:
         """A stage that a later one made needless."""
         if self.folder is not None:

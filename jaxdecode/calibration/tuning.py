@@ -32,8 +32,8 @@ from jaxdecode.quant.packing import storable
 
 __all__ = ["CODE_RATE", "RATE", "tune"]
 
-RATE = 5e-4
-CODE_RATE = 0.01
+RATE = 1e-3
+CODE_RATE = 0.0  # codes stay: in the few steps that were tried, moving them too gained nothing
 KEPT = 16  # steps between two times that the state is kept
 FAST, SLOW = np.float32(0.9), np.float32(0.95)  # what the running means keep; few steps need short memories
 BITS = 8  # codes of so many need no correction
@@ -74,7 +74,7 @@ def tune(
         about["params"] = [params_digest(params), params_digest(quantized)]
     kept = Steps(folder, about)
     parts = jax.tree.map(_part, quantized, is_leaf=is_quantized)
-    state = jax.jit(_start)(parts, params, _by_name(parts, places or {}))
+    state = _start(parts, params, _by_name(parts, places or {}), code_rate > 0)
     first, state = _resumed(kept, steps, state)
     done = "tuning"
     for step in range(first, steps):
@@ -171,9 +171,12 @@ def _is_moves(x: Any) -> bool:
     return isinstance(x, _Moves)
 
 
-def _start(parts: Any, params: Params, places: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=3)
+def _start(parts: Any, params: Params, places: Any, with_codes: bool) -> Any:
     """What is learned, before the first step, and the running means of its gradient and of the square of that."""
     theta = jax.tree.map(_blank, parts, params, places, is_leaf=_is_part)
+    if not with_codes:
+        theta = jax.tree.map(lambda moves: moves._replace(codes=None), theta, is_leaf=_is_moves)
     mean = jax.tree.map(jnp.zeros_like, theta)
     return theta, mean, jax.tree.map(_blank_square, mean, is_leaf=_is_moves)
 
@@ -214,6 +217,8 @@ def _grids(part: _Part, moves: _Moves) -> tuple[Any, Any]:
 
 
 def _codes(part: _Part, moves: _Moves) -> Any:
+    if moves.codes is None:
+        return part.codes.astype(jnp.float32)
     return jnp.clip(jnp.round(moves.codes), 0, part.about.last_code)
 
 
@@ -222,7 +227,9 @@ def _value(part: _Part, moves: _Moves) -> Any:
         return part.offset
     if part.about == "vector":
         return part.offset * (1 + moves.factor).astype(part.offset.dtype)
-    codes = moves.codes + jax.lax.stop_gradient(_codes(part, moves) - moves.codes)
+    codes = _codes(part, moves)
+    if moves.codes is not None:
+        codes = moves.codes + jax.lax.stop_gradient(codes - moves.codes)
     scale, offset = _by_columns(part, *_grids(part, moves))
     return codes * scale + offset
 

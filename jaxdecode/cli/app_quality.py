@@ -21,7 +21,7 @@ from jaxdecode.cli.app import (
 
 __all__ = ["evaluate", "quantize"]
 
-MethodName = Literal["rounding", "gptq", "fisher"]
+MethodName = Literal["rounding", "gptq"]
 RangeName = Literal["max", "percentile", "search"]
 Window = Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of the text that are read together.")]
 Stride = Annotated[
@@ -90,7 +90,7 @@ def evaluate(
         "jaxdecode quantize smollm2-135m --scheme int4 -o DIR",
         "jaxdecode quantize smollm2-135m --scheme int4 --range search --eval other.txt -o DIR",
         "jaxdecode quantize smollm2-135m --scheme int8 --method gptq --text book.txt --eval other.txt -o DIR",
-        "jaxdecode quantize smollm2-135m --scheme int3_affine --method fisher --tune 64 --text book.txt -o DIR",
+        "jaxdecode quantize smollm2-135m --scheme int3_affine --method gptq --tune 64 --text book.txt -o DIR",
     ),
 )
 def quantize(
@@ -115,7 +115,7 @@ def quantize(
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Windows drawn from that text.")] = 16,
     window: Window = 512,
     tune: Annotated[
-        int, typer.Option(metavar="N", min=0, help="After that, N steps that move codes, grids and norms by gradient.")
+        int, typer.Option(metavar="N", min=0, help="After that, N steps that move grids and norms by gradient.")
     ] = 0,
     seed: Seed = 0,
     others: Annotated[

@@ -50,9 +50,9 @@ def run(asked: Asked) -> int:
     if asked.method != "rounding" and asked.text is None:
         raise BadInput(f"--method {asked.method}: expected a text to calibrate on (--text FILE), got none")
     if asked.method == "rounding" and asked.text is not None:
-        raise BadInput("--text: expected --method gptq or fisher, which read it, got rounding")
+        raise BadInput("--text: expected --method gptq, which reads it, got rounding")
     if asked.method == "rounding" and asked.tune:
-        raise BadInput("--tune: expected --method gptq or fisher, which it follows, got rounding")
+        raise BadInput("--tune: expected --method gptq, which it follows, got rounding")
     progress = Progress()
     folder = Path(asked.output).expanduser()
     work = folder.with_name(f".{folder.name}.calibration")  # what is finished, until all is
@@ -134,11 +134,12 @@ def _calibrated(
     key = jax.random.key(asked.seed)
     tokens = calibration.windows_of(ids, asked.rows, asked.window, key)
     how: Any = {"others": asked.others or calibration.OTHERS, "range": asked.range}
-    more: Any = {"fisher": jax.random.fold_in(key, 2) if asked.method == "fisher" else None, "folder": work}
-    found = calibration.calibrate(loaded.config, loaded.params, tokens, asked.scheme, **how, **more, progress=progress)
+    found = calibration.calibrate(
+        loaded.config, loaded.params, tokens, asked.scheme, **how, folder=work, progress=progress
+    )
     params = found.params
     if asked.tune:
-        more = {"steps": asked.tune, "places": found.places, "folder": work / "tuning", "progress": progress}
+        more: Any = {"steps": asked.tune, "folder": work / "tuning", "progress": progress}
         count = min(asked.tune, len(ids) // asked.window)
         tokens = calibration.windows_of(ids, count, asked.window, jax.random.fold_in(key, 1))
         params = tune(loaded.model, found.exact, params, tokens, key=key, **more)

@@ -29,7 +29,7 @@ _CONTRACT = (((1,), (0,)), ((), ()))
 def matmul(w: jax.Array | QTensor | QRows | Observed, x: jax.Array, out_dtype: np.dtype | None = None) -> jax.Array:
     """``W[N,K] @ x[K,R]`` -> [N,R], summed in float32 or wider, in ``out_dtype`` (default: that of x)."""
     if isinstance(w, Observed):
-        return observed.product(functools.partial(matmul, out_dtype=out_dtype), w, x)
+        return observed.product(functools.partial(matmul, out_dtype=out_dtype), w.weight, w.moment, x)
     wide = np.promote_types(x.dtype, np.float32)
     if isinstance(w, QRows):
         return jnp.concatenate([matmul(part, x, out_dtype) for part in w.parts])
