@@ -35,9 +35,9 @@ BOTH += ("processes", "quant.py", "quant_products", "real_model", "transformer.p
 ONCE = ("test_bf16", "test_goldens_with_drafts", "test_goldens_alone", "test_an_int8_cache", "test_int8_weights_change")
 # The files that take longest, longest first: begun last, one of them would run on while the other workers are idle.
 LONG = ("docs", "real_model", "speculative", "decoders_table", "constraints.py", "beam.py", "caches", "quant.py")
-LONG += ("quant_products", "truncation", "processing.py", "draw", "doctests", "exporting", "cutoffs", "transforms_table")
-LONG += ("batch_invariance", "operation_counts", "transformer.py", "margins", "engine_schedules", "programs", "bench.py")
-LONG += ("checkpoint_quantized", "families", "cli", "kvcache", "calibration", "gguf_blocks", "beam_settings")
+LONG += ("quant_products", "truncation", "processing.py", "draw", "doctests", "exporting", "cutoffs")
+LONG += ("transforms_table", "batch_invariance", "operation_counts", "transformer.py", "margins", "engine_schedules")
+LONG += ("programs", "bench.py", "checkpoint_quantized", "families", "cli", "kvcache", "calibration", "gguf_blocks", "beam_settings")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
