@@ -36,8 +36,9 @@ ONCE = ("test_bf16", "test_goldens_with_drafts", "test_goldens_alone", "test_an_
 # The files that take longest, longest first: begun last, one of them would run on while the other workers are idle.
 LONG = ("docs", "real_model", "speculative", "decoders_table", "constraints.py", "beam.py", "caches", "quant.py")
 LONG += ("quant_products", "truncation", "processing.py", "draw", "doctests", "exporting", "cutoffs")
-LONG += ("transforms_table", "batch_invariance", "operation_counts", "transformer.py", "margins", "engine_schedules")
-LONG += ("programs", "bench.py", "checkpoint_quantized", "families", "cli", "kvcache", "calibration", "gguf_blocks", "beam_settings")
+LONG += ("transforms_table", "sharding", "process", "batch_invariance", "operation_counts", "transformer.py", "margins")
+LONG += ("engine_schedules", "programs", "bench.py", "checkpoint_quantized", "families", "cli", "kvcache", "calibration")
+LONG += ("gguf_blocks", "beam_settings")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
