@@ -37,8 +37,8 @@ ONCE = ("test_bf16", "test_goldens_with_drafts", "test_goldens_alone", "test_an_
 LONG = ("docs", "real_model", "speculative", "decoders_table", "constraints.py", "beam.py", "caches", "quant.py")
 LONG += ("quant_products", "truncation", "processing.py", "draw", "doctests", "exporting", "cutoffs")
 LONG += ("transforms_table", "sharding", "process", "batch_invariance", "operation_counts", "transformer.py", "margins")
-LONG += ("engine_schedules", "programs", "bench.py", "checkpoint_quantized", "families", "cli", "kvcache", "calibration")
-LONG += ("gguf_blocks", "beam_settings")
+LONG += ("engine_schedules", "programs", "bench.py", "checkpoint_quantized", "families", "cli", "kvcache")
+LONG += ("calibration", "gguf_blocks", "beam_settings")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
