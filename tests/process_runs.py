@@ -28,7 +28,7 @@ from jaxdecode.models.transformer import TransformerConfig, init_params, transfo
 from jaxdecode.testing import markov_model
 
 MESH = "data=2,tensor=4"
-LLAMA = TransformerConfig(64, 32, 1, 8, 4, 8, 64, 128)
+LLAMA = TransformerConfig(64, 32, 2, 8, 4, 8, 64, 128)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15]]
 SEED = 7
 HALF = [0.0, 0.9] * 2  # every other row takes the arg max
@@ -42,7 +42,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "choices": {"temperature": HALF, "choices": [[3, 4, 5], [3, 7], [8, 8, 8, 8]]},
 }
 MODELS = ("table", "llama", "int8")
-SHORT = ("table engine", "llama plain")
+SHORT = ("table engine 3", "llama plain 3")
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
@@ -54,17 +54,17 @@ def made(name: str) -> tuple[TransformerConfig | None, Model, Any]:
     return LLAMA, transformer(LLAMA), jax.tree.map(np.asarray, params)
 
 
-def tokens(name: str, model: Model, params: Any) -> list[Any]:
-    """Of every row, under the mesh that is set, if there is one."""
+def tokens(name: str, n: str, model: Model, params: Any) -> list[Any]:
+    """``n`` at most of every row, under the mesh that is set, if there is one."""
     key = jax.random.key(SEED)
     if name == "engine":
         requests = [
-            Request(i, prompt, jd.Settings(max_new_tokens=6, temperature=HALF[i], eos=[0]), row)
+            Request(i, prompt, jd.Settings(max_new_tokens=int(n), temperature=HALF[i], eos=[0]), row)
             for i, (prompt, row) in enumerate(zip(PROMPTS, row_keys(key, len(PROMPTS)), strict=True))
         ]
         served = Engine(model, params, options=Options(slots=4, staged=4, chunk=8)).serve(requests)
         return [result.out.to_lists()[0] for result in sorted(served, key=lambda r: r.request.id) if result.out]
-    settings = jd.Settings(max_new_tokens=8, eos=[0], **STRATEGIES[name])
+    settings = jd.Settings(max_new_tokens=int(n), eos=[0], **STRATEGIES[name])
     draft = (model, params) if name == "draft" else None
     return fetch(jd.generate(model, params, PROMPTS, key=key, settings=settings, draft=draft)).to_lists()
 
@@ -72,23 +72,23 @@ def tokens(name: str, model: Model, params: Any) -> list[Any]:
 def over_both(which: list[str]) -> list[Any]:
     """In one of the two processes."""
     mesh, found = mesh_of(MESH), []
-    for model_name, name in map(str.split, which):
+    for model_name, name, n in map(str.split, which):
         config, model, params = made(model_name)
         with jax.set_mesh(mesh):
             placed = place(params, mesh) if config is None else shard(config, params, mesh)
-            found.append(tokens(name, model, placed))
+            found.append(tokens(name, n, model, placed))
     return found
 
 
 def compared(which: list[str]) -> list[tuple[str, list[Any], list[Any]]]:
-    """Of each "model strategy" the tokens on one device, and those of both processes."""
+    """Of each "model strategy n" the tokens on one device, and those of both processes."""
     with socket.socket() as trial:
         trial.bind(("", 0))
         coordinator = f"127.0.0.1:{trial.getsockname()[1]}"
     flags = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"XLA_FLAGS": FLAGS, "JAX_PLATFORMS": "cpu"}
     commands = [[sys.executable, __file__, coordinator, number, *which] for number in "01"]
     both = [subprocess.Popen(command, env=flags, stdout=subprocess.PIPE) for command in commands]
-    alone = [tokens(name, *made(model)[1:]) for model, name in map(str.split, which)]
+    alone = [tokens(name, n, *made(model)[1:]) for model, name, n in map(str.split, which)]
     told = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     parts = [json.loads(out) for out in told]
@@ -110,7 +110,7 @@ def main() -> int:
     if arguments and ":" in arguments[0]:
         take_part(arguments[0], arguments[1], arguments[2:])
         return 0
-    every = [f"{model} {name}" for model in arguments or MODELS for name in (*STRATEGIES, "engine")]
+    every = [f"{model} {name} 8" for model in arguments or MODELS for name in (*STRATEGIES, "engine")]
     unequal = 0
     for name, alone, parts in compared(every):
         same = sum(row == rows[0] == rows[1] for row, *rows in zip(alone, *parts, strict=True))

@@ -91,7 +91,7 @@ def together(asked: Joining, work: Callable[[Place], int]) -> int:
     import jax
 
     with _aborts_told(asked) as told:
-        place = told.place = _join(jax, asked)
+        place = told.place = _join(jax, asked, asked.coordinator)
         try:
             code = work(place)
             if code in (0, INTERRUPTED):  # one that was interrupted has not the time for what others may still do
@@ -106,17 +106,17 @@ def together(asked: Joining, work: Callable[[Place], int]) -> int:
     return code
 
 
-def _join(jax: Any, asked: Joining) -> Place:
-    address, count, process = asked.coordinator, asked.num_processes, asked.process_id
+def _join(jax: Any, asked: Joining, address: str) -> Place:
+    count, process = asked.num_processes, asked.process_id
     if address != AUTO:
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise BadInput(f"--coordinator: expected HOST:PORT, or auto, got {address!r}")
         if process == 0:
             _check_free(int(port))
-    if None not in (count, process) and process >= count:
+    if process is not None and count is not None and process >= count:
         raise BadInput(f"--process-id: expected a number in [0, {count}), got {process}")
-    known = address != AUTO and None not in (count, process)
+    known = address != AUTO and process is not None and count is not None
     try:
         jax.distributed.initialize(
             None if address == AUTO else address,
