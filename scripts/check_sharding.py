@@ -30,19 +30,22 @@ PROMPTS = (
 )
 
 
-def compared(alone: Any, parts: Any) -> dict[str, int]:
-    """Counts over all rows, each up to its first difference."""
-    told = dict.fromkeys(("tokens", "clear", "clear_differ", "differ"), 0)
+def compared(alone: Any, parts: Any) -> dict[str, Any]:
+    """Counts over all rows, each up to its first difference, and the largest margin of a token that differs."""
+    told: dict[str, Any] = dict.fromkeys(("tokens", "clear", "clear_differ", "differ"), 0)
+    told["largest_margin_that_differs"] = 0.0
     rows = zip(alone.to_lists(), parts.to_lists(), alone.margin, alone.set_margin, strict=True)
     for tokens, others, margin, set_margin in rows:
         for t, token in enumerate(tokens):
             same = t < len(others) and others[t] == token
-            clear = bool(min(margin[t], set_margin[t]) > MARGIN)
+            both = float(min(margin[t], set_margin[t]))
+            clear = both > MARGIN
             told["tokens"] += 1
             told["clear"] += clear
             told["clear_differ"] += clear and not same
             told["differ"] += not same
             if not same:
+                told["largest_margin_that_differs"] = max(told["largest_margin_that_differs"], both)
                 break
     return told
 
