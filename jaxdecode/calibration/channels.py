@@ -19,7 +19,6 @@ from jaxdecode.models.transformer import TransformerConfig
 
 __all__ = ["divided", "factors", "links"]
 
-SHARE = 0.4  # of what is uneven in the inputs that goes to the weights; half leaves SmolLM2 a tenth further away
 MOST = 8  # bits that a channel is shifted by
 
 
@@ -39,8 +38,8 @@ def links(config: TransformerConfig) -> tuple[str, ...]:
 def factors(config: TransformerConfig, layer: Params, moments: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """By what to divide the inputs of each matrix that can be, from their second moments [K,K]: powers of 2.
 
-    From the root mean squares of inputs and columns, so that both sides carry a part of what is uneven; about 1 on the
-    whole.
+    The square root of the root mean squares of inputs by that of columns, so that both sides carry half of what is
+    uneven; about 1 on the whole.
     """
     found = {}
     for name in links(config):
@@ -49,8 +48,7 @@ def factors(config: TransformerConfig, layer: Params, moments: Mapping[str, np.n
         size = np.diag(moments[name])
         column = np.mean(np.square(np.asarray(layer[name], np.float64)), axis=0)
         there = (size > 0) & (column > 0)
-        wanted = SHARE * np.log2(np.where(there, size, 1)) - (1 - SHARE) * np.log2(np.where(there, column, 1))
-        wanted = wanted / 2  # of means of squares
+        wanted = np.log2(np.where(there, size, 1) / np.where(there, column, 1)) / 4
         wanted = np.where(there, wanted - (np.median(wanted[there]) if there.any() else 0), 0)
         if name == "out":
             wanted = wanted.reshape(config.n_kv_heads, -1, config.head_dim)
