@@ -49,10 +49,10 @@ class Asked(NamedTuple):
 
     def at(self, place: Place) -> Asked:
         """What one of several processes does: its own shard, into a file of its own."""
-        if place.count == 1:
+        if place.total == 1:
             return self
         record = None if self.record is None else own(self.record, place)
-        shard = (place.process + 1, place.count)
+        shard = (place.process + 1, place.total)
         return self._replace(target=own(self.target, place), shard=shard, record=record)
 
 

@@ -69,13 +69,13 @@ class Place(NamedTuple):
     """Which process this is, from 0, and of how many."""
 
     process: int = 0
-    count: int = 1
+    total: int = 1
 
 
 def own(path: str, place: Place) -> str:
     """``path`` for one of several processes: "out.jsonl" is "out-1-of-2.jsonl" for the first of two."""
     file = Path(path)
-    return str(file.with_name(f"{file.stem}-{place.process + 1}-of-{place.count}{file.suffix}"))
+    return str(file.with_name(f"{file.stem}-{place.process + 1}-of-{place.total}{file.suffix}"))
 
 
 def together(asked: Joining, work: Callable[[Place], int]) -> int:
@@ -154,7 +154,7 @@ def _wait(jax: Any, asked: Joining, place: Place, seconds: float) -> None:
     def arrive() -> None:
         nonlocal arrived
         with multihost_utils.live_devices(jax.devices()) as devices:  # a barrier that waits however long
-            dead.update(set(range(place.count)) - {device.process_index for device in devices})
+            dead.update(set(range(place.total)) - {device.process_index for device in devices})
         if not dead:
             jax.distributed.shutdown()
             arrived = True
@@ -226,13 +226,13 @@ def reason_of(log: str, asked: Joining, place: Place | None) -> str | None:
         dead = {"0"}  # which has that service
     if not dead:
         what = " ".join(status.partition("absl::Status: ")[2].split())
-        return f"process {place.process} of {place.count} ends with the others: {what[:300]}"
+        return f"process {place.process} of {place.total} ends with the others: {what[:300]}"
     return _ended(sorted(dead, key=int), place)
 
 
 def _ended(dead: Iterable[str], place: Place) -> str:
     names = ", ".join(dead) or "another one"
-    return f"process {names} of {place.count} was killed or ended with an error, so process {place.process} ends too"
+    return f"process {names} of {place.total} was killed or ended with an error, so process {place.process} ends too"
 
 
 @contextlib.contextmanager
