@@ -42,7 +42,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "choices": {"temperature": HALF, "choices": [[3, 4, 5], [3, 7], [8, 8, 8, 8]]},
 }
 MODELS = ("table", "llama", "int8")
-SHORT = ("table engine 3", "llama plain 3")
+SHORT = ("llama plain 3",)
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 

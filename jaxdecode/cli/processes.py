@@ -97,13 +97,19 @@ def together(asked: Joining, work: Callable[[Place], int]) -> int:
             if code in (0, INTERRUPTED):  # one that was interrupted has not the time for what others may still do
                 _wait(jax, asked, place, float("inf") if code == 0 else asked.timeout)
         except BaseException as error:
-            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-                time.sleep(2 * asked.timeout)  # of a sum that lacks a process: an abort tells which
+            if _lacks_a_process(jax, error):
+                time.sleep(2 * asked.timeout)  # an abort tells which
             _leave_at_exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1))
             raise
         if code:
             _leave_at_exit(code)
     return code
+
+
+def _lacks_a_process(jax: Any, error: BaseException) -> bool:
+    """Whether that may be why a sum over devices failed; on CPUs Gloo says so, in errors of several types."""
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+    return of_jax or "gloo" in str(error).lower()
 
 
 def _join(jax: Any, asked: Joining, address: str) -> Place:
