@@ -33,7 +33,7 @@ from jaxdecode.quant.packing import storable
 __all__ = ["CODE_RATE", "RATE", "tune"]
 
 RATE = 1e-3
-CODE_RATE = 0.0  # codes stay: in the few steps that were tried, moving them too gained nothing
+CODE_RATE = 0.0  # codes stay: that moving them too helps was not shown in the few steps that were tried
 KEPT = 16  # steps between two times that the state is kept
 FAST, SLOW = np.float32(0.9), np.float32(0.95)  # what the running means keep; few steps need short memories
 BITS = 8  # codes of so many need no correction
