@@ -223,5 +223,5 @@ def test_hostile_copies_are_made_again(folder: Path, cache: Path) -> None:
             (copy_folder / name).write_text(json.dumps(replaced(json.loads(sound), at, DEEP, rng)))
             opened = converted.read_copy(copy_folder)
             if opened is not None:
-                assert opened.params["embed"].shape == first.params["embed"].shape
+                assert opened.leaves["embed"].shape == first.params["embed"].shape
         (copy_folder / name).write_text(sound)

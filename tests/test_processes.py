@@ -17,10 +17,11 @@ from jaxdecode.cli.processes import Joining, Place, own, reason_of
 SLOW = """
 import sys, time
 from jaxdecode.engine.driver import Driver
-turn = Driver.turn
+turn, ended = Driver.turn, []
 def slowly(driver):
-    time.sleep(0.02 if driver.stats.steps < 40 else 60)  # some lines, and then none before a death is noticed
-    return turn(driver)
+    time.sleep(0.02 if len(ended) < 14 else 60)  # some lines, and then none before a death is noticed
+    ended.extend(results := turn(driver))
+    return results
 Driver.turn = slowly
 from jaxdecode.cli import main
 main()
@@ -87,7 +88,7 @@ def test_two_processes_finish_after_a_kill_with_the_lines_of_one(tmp_path: Path)
     arguments = (str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *BATCH[1:-1], "--mesh", "data=1")
     assert killed(("batch", *arguments), tmp_path, env) == ended(1, 0)
     before = [lines_in(part(tmp_path, number)) for number in (0, 1)]
-    assert all(2 <= lines < 20 for lines in before)
+    assert all(2 <= lines < 20 for lines in before), before
     script = str(ROOT / "scripts" / "batch_two_processes")
     again = finished(script, *arguments, program=("-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"), env=env)
     assert (again.code, again.err) == (0, "")
