@@ -22,10 +22,10 @@ MOST_MAPS = 20_000
 # their programs with few optimizations, in a third of the time, and those of all others as users do. (Not with files of
 # narrow floats, which such programs may not know, or of numbers below the normal range, which they treat otherwise.)
 LOGIC = ("adapters", "beam", "bench", "caches", "calibration", "checkpoint", "cli", "composition", "constraint")
-LOGIC += ("custom_models", "cutoffs", "docs", "engine", "evaluation", "examples", "experts", "exporting", "families")
-LOGIC += ("hub", "invariance", "keys", "kvcache_windows", "layers", "models_from_models", "package", "penalties")
-LOGIC += ("processes", "processing_bad_input", "ray", "scale", "scoring", "sequence_law", "session", "settings")
-LOGIC += ("process_meshes", "sharding", "speculative", "temperature", "tokenizer", "transforms_table")
+LOGIC += ("custom_models", "cutoffs", "docs", "doctests", "engine", "evaluation", "examples", "experts", "exporting")
+LOGIC += ("families", "hub", "invariance", "keys", "kvcache_windows", "layers", "models_from_models", "package")
+LOGIC += ("penalties", "processes", "processing_bad_input", "ray", "scale", "scoring", "sequence_law", "session")
+LOGIC += ("settings", "process_meshes", "sharding", "speculative", "temperature", "tokenizer", "transforms_table")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and those
 # that go through all parts of the library. (`scripts/test --python 3.13` runs all.)
 BOTH = ("cli_process", "engine.py", "exporting", "jax_faults", "kvcache.py", "operation_counts", "package", "programs")
@@ -33,6 +33,7 @@ BOTH += ("processes", "quant.py", "quant_products", "real_model", "transformer.p
 
 # Long ones of their tests that ask nothing which others of them do not ask.
 ONCE = ("test_bf16", "test_goldens_with_drafts", "test_goldens_alone", "test_an_int8_cache", "test_int8_weights_change")
+ONCE += ("test_rows_on_two_devices", "test_goldens_of_beam_search")
 # The files that take longest, longest first: begun last, one of them would run on while the other workers are idle.
 LONG = ("docs", "real_model", "speculative", "decoders_table", "constraints.py", "beam.py", "caches", "quant.py")
 LONG += ("quant_products", "truncation", "processing.py", "draw", "doctests", "exporting", "cutoffs")
