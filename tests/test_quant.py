@@ -312,3 +312,13 @@ def test_a_float_copy_would_be_seen() -> None:
     program = compiled(jd.quantize(PARAMS, "int8"), 3, jd.dequantize)
     assert float_weights(program.as_text())
     assert program.memory_analysis().temp_size_in_bytes > 4 * PARAMS["embed"].size
+
+
+def test_a_last_bit_of_an_activation_may_move_its_code() -> None:
+    """Why S6.5 bounds no token of int8 by the last bits that another batch or device changes: rounding is a step."""
+    w = jd.quantize(jnp.asarray([[0.0, 1.0], [1.0, -1.0]]), "int8")
+    below = np.float32(2.5)
+    above = np.nextafter(below, np.float32(3))
+    x = jnp.asarray([[127, 127], [below, above]], jnp.float32)  # one row each, their scales are 1
+    y = np.asarray(linear.matmul(w, x))
+    np.testing.assert_allclose(y[:, 1] - y[:, 0], [1, -1], atol=1e-5)
