@@ -13,7 +13,7 @@ from jax.extend import core
 from jaxdecode import Settings
 from jaxdecode.generation import start
 from jaxdecode.testing import markov_model
-from jaxdecode.transforms import draw, select
+from jaxdecode.transforms import draw, search, select
 from jaxdecode.transforms.search import BLOCK, Cut, cut
 
 V = 64 * BLOCK + 37  # the last block is not full
@@ -89,6 +89,21 @@ def test_a_row_goes_its_way_whatever_its_neighbours_need() -> None:
         for name, a, b, c in zip(Cut._fields, together, alone, turned, strict=True):
             np.testing.assert_array_equal(a[i], b[0], err_msg=f"{NAMES[i]} {name}")
             np.testing.assert_array_equal(a[i], c[len(z) - 1 - i], err_msg=f"{NAMES[i]} {name}")
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
+def test_laws_with_thousands_of_kept_ids_are_narrowed_down_to_few_blocks(share: float) -> None:
+    """The search over all ids costs several times as much: it is for ties and long tails, not for every flat law."""
+    rng = np.random.default_rng(2)
+    z = jnp.asarray(
+        np.outer([1, 1.5, 2, 2.5] * 8, np.ones(384 * BLOCK)) * rng.normal(size=(32, 384 * BLOCK)), "float32"
+    )
+    w = select.weights(z)
+    blocks = search._Blocks(*(search.blocks_of(x, fill) for x, fill in ((z, -jnp.inf), (w, 0), (w, -jnp.inf))))
+    found = jax.jit(search._candidates)(blocks, w, w, share * jnp.sum(w, axis=-1))
+    kept = select.kept_by(z, by_mass(z, jnp.full((32,), share, jnp.float32)))
+    assert np.median(kept.sum(-1)) > 1000
+    assert found.done.mean() > 0.9  # a sample may mislead
 
 
 # ---------------------------------------------------------------- how often all ids are read

@@ -2,7 +2,7 @@
 
 Order of ids: logit descending, equal logits by ascending id. A pass over a large vocabulary costs as much as a
 hundred small operations, so few are made: a cut among the blocks with the largest logits is found there alone; else a
-sample says about where it is, six passes narrow that down, and the blocks that still matter are searched alone. Only
+sample says about where it is, seven passes narrow that down, and the blocks that still matter are searched alone. Only
 laws with many ids of one logit, or with long tails at settings near 1, take the general search over all ids. Which way
 a row goes depends on that row alone.
 """
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdecode.meshes import TENSOR, size_of
@@ -22,7 +23,9 @@ __all__ = ["BLOCK", "Cut", "blocks_of", "cut", "last_kept"]
 BLOCK = 128  # ids per block
 NEAR = 64  # blocks that are searched alone, at most
 SPARSE = 16  # one block of so many is in the sample
-NARROWING = 4  # passes after the two that check what the sample says
+TURNS = 6  # over the sample
+NARROWING = 5  # passes after the two that check what the sample says
+MISSED = np.float32(1 / 16)  # of the amount between the bounds: by how much a guess aims beside the cut
 
 
 class Cut(NamedTuple):
@@ -197,46 +200,68 @@ def _gather(blocks: _Blocks, wanted: jax.Array, low: jax.Array, high: jax.Array,
     return _Near(x.reshape(rows, -1), w.reshape(rows, -1), ids.reshape(rows, -1), above)
 
 
-def _narrow(
-    key: jax.Array, amount: jax.Array, needed: jax.Array, total: jax.Array, high: jax.Array, above: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """low, high, above [B]: the key of the last kept id lies in (low, high]; above: the amount of larger keys.
+class _Bounds(NamedTuple):
+    """The key of the last kept id lies in (low, high]; held, above [B]: the amounts of keys beyond each of them."""
 
-    Two guesses come from a sample of the blocks, the others from regula falsi.
+    low: jax.Array
+    high: jax.Array
+    held: jax.Array
+    above: jax.Array
+
+
+def _closer(c: _Bounds, key: jax.Array, amount: jax.Array, needed: jax.Array, guess: jax.Array | None) -> _Bounds:
+    """Bounds after one pass over all ids.
+
+    Without a ``guess`` it tries where a straight line has the cut, but a little to the side of the bound that is
+    further away: so that both bounds come near, where regula falsi moves one of them.
+    """
+    wide = key.dtype
+    under, over = (needed - c.above).astype(wide), (c.held - needed).astype(wide)
+    step = MISSED * (under + over)
+    aim = jnp.where(over > under, under + step, under - step) / (under + over)
+    guess = c.high - (c.high - c.low) * aim if guess is None else guess
+    guess = jnp.where((guess > c.low) & (guess < c.high), guess, _halfway(c.low, c.high))
+    held = _amount(amount, key > guess[:, None])
+    enough = held >= needed
+    return _Bounds(
+        jnp.where(enough, guess, c.low),
+        jnp.where(enough, c.high, guess),
+        jnp.where(enough, held, c.held),
+        jnp.where(enough, c.above, held),
+    )
+
+
+def _sampled(
+    key: jax.Array, amount: jax.Array, needed: jax.Array, total: jax.Array, high: jax.Array, above: jax.Array
+) -> jax.Array:
+    """Two guesses [2,B], above and below the cut, from a sample of the blocks.
+
+    What lies beyond ``high`` is known, and of amounts so large that chance would spoil the sample.
     """
     wide, rows = key.dtype, key.shape[0]
     few, part = (blocks_of(x, fill)[:, ::SPARSE].reshape(rows, -1) for x, fill in ((key, -jnp.inf), (amount, 0)))
-    part = part.astype(wide)
+    rest = few <= high[:, None]
+    few, part = jnp.where(rest, few, -jnp.inf), jnp.where(rest, part.astype(wide), 0)
     sampled = jnp.sum(part, axis=-1)
-    share = needed.astype(wide) / jnp.where(total > 0, total, 1).astype(wide)
+    share = jnp.clip((needed - above).astype(wide) / (total - above).astype(wide), 0, 1)
     # by how much the mass of a prefix of the sample may miss: 2 deviations
-    spread = 2 * jnp.sqrt(share * jnp.maximum(1 - share, 0) * jnp.sum(part**2, axis=-1)) / sampled
-    aims = jnp.concatenate([jnp.minimum(share + spread, (1 + share) / 2), jnp.maximum(share - spread, share / 2)])
-    twice = [jnp.concatenate([x, x]) for x in (few, part, sampled)]
-    guesses = _root(twice[0], twice[1], aims * twice[2], jnp.zeros((2 * rows,), bool))[0].reshape(2, rows)
+    spread = 2 * jnp.sqrt(share * (1 - share) * jnp.sum(part**2, axis=-1)) / sampled
+    aims = jnp.concatenate([jnp.maximum(share - spread, share / 2), jnp.minimum(share + spread, (1 + share) / 2)])
+    few, part, sampled, high = (jnp.concatenate([x, x]) for x in (few, part, sampled, high))
+    first = _Bounds(_lowest(few), high, sampled, jnp.zeros_like(sampled))
+    found = lax.fori_loop(0, TURNS, lambda _, c: _closer(c, few, part, aims * sampled, None), first)
+    return jnp.where(jnp.arange(2)[:, None] == 0, found.high.reshape(2, rows), found.low.reshape(2, rows))
 
-    def turn(i: jax.Array, c: _Bracket) -> _Bracket:
-        guess = c.high - (c.high - c.low) * (c.under / (c.under + c.over))
-        guess = jnp.where(i < 2, guesses[jnp.minimum(i, 1)], guess)
-        guess = jnp.where((guess > c.low) & (guess < c.high), guess, _halfway(c.low, c.high))
-        held = _amount(amount, key > guess[:, None])
-        enough = held >= needed
-        gap = (held - needed).astype(wide)
-        return _Bracket(
-            c.turn,
-            jnp.where(enough, guess, c.low),
-            jnp.where(enough, c.high, guess),
-            jnp.where(enough, gap, jnp.where(c.side < 0, c.over / 2, c.over)),
-            jnp.where(enough, jnp.where(c.side > 0, c.under / 2, c.under), -gap),
-            jnp.where(i < 2, 0, jnp.where(enough, 1, -1)),
-            jnp.where(enough, c.above, held),
-        )
 
-    over, under = (total - needed).astype(wide), (needed - above).astype(wide)
-    side = jnp.zeros((rows,), jnp.int32)
-    first = _Bracket(jnp.int32(0), jnp.full_like(high, -jnp.inf), high, over, under, side, above)
-    found = lax.fori_loop(0, 2 + NARROWING, turn, first)
-    return found.low, found.high, found.above
+def _narrow(
+    key: jax.Array, amount: jax.Array, needed: jax.Array, total: jax.Array, high: jax.Array, above: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """low, high, above [B]: the key of the last kept id lies in (low, high]; above: the amount of larger keys."""
+    bounds = _Bounds(jnp.full_like(high, -jnp.inf), high, total, above)
+    for guess in _sampled(key, amount, needed, total, high, above):
+        bounds = _closer(bounds, key, amount, needed, guess)
+    bounds = lax.fori_loop(0, NARROWING, lambda _, c: _closer(c, key, amount, needed, None), bounds)
+    return bounds.low, bounds.high, bounds.above
 
 
 class _Found(NamedTuple):
