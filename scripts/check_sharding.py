@@ -1,11 +1,12 @@
 """SmolLM2-135M over meshes of 8 virtual devices: how often the tokens are those of one device, and where they are not.
 
-    python scripts/check_sharding.py [--new-tokens N] [--mesh data=2,tensor=4 ...]
+    python scripts/check_sharding.py [--strategy plain beams ...] [--mesh data=2,tensor=4 ...] [--quantize none int8]
 
-Prints a line of JSON for each mesh and kind of weights: tokens compared, the share of them whose margin exceeds 1e-3,
-how many of those differ (of float weights there must be none: S6.5; int8 rounds activations, and a last bit may move
-one to the next code), and how many of all. A row counts up to its first difference: what
-follows is another text. Bytes of the params: of one device, and of the largest part.
+Prints a line of JSON for each kind of weights, mesh and strategy: tokens compared, how many have a margin over 1e-3 and
+their share, how many of those differ (of float weights there must be none: S6.5; int8 rounds activations, and a last
+bit may move one to the next code), and how many of all. A row counts up to its first difference: what follows is
+another text. Of beams a whole search counts as one: its margin is the smallest of its steps and of the distances of
+its scores, its tokens are all hypotheses in order. Bytes of the params: of one device, and of the largest part.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 COUNT = "--xla_force_host_platform_device_count=8"
@@ -29,62 +31,133 @@ PROMPTS = (
     "Dear Sir or Madam,",
     "The theory of evolution says that",
 )
+HALF = (0.0, 0.8) * 4  # every other row samples
+REGEX = r" [A-Z][a-z]{2,9}( [a-z]{1,9}){1,5}\."
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+Row = tuple[list[Any], list[float]]  # what is compared, one after the other, and the margin of each
+Strategy = Callable[[Any, Any, int], list[Row]]
 
 
-def compared(alone: Any, parts: Any) -> dict[str, Any]:
-    """Counts over all rows, each up to its first difference, and the largest margin of a token that differs."""
+def strategies() -> dict[str, Strategy]:
+    """Name -> what gives the rows of a loaded model, its mesh (None: one device) and a number of new tokens."""
+    import jax
+    import numpy as np
+
+    import jaxdecode as jd
+    from jaxdecode.engine import Engine, Options, Request
+    from jaxdecode.keys import row_keys
+
+    key = jax.random.key(0)
+
+    def asked(loaded: Any, new: int, temperature: Any, **more: Any) -> Any:
+        temperature = np.asarray(temperature, np.float32)
+        return loaded.settings(max_new_tokens=new, temperature=temperature, top_p=0.95, **more)
+
+    def rows_of(out: Any) -> list[Row]:
+        margins = np.minimum(out.margin, out.set_margin)
+        return [(ids, margin[: len(ids)].tolist()) for ids, margin in zip(out.to_lists(), margins, strict=True)]
+
+    def generated(loaded: Any, settings: Any, **more: Any) -> Any:
+        ids = [loaded.tokenizer.encode(text) for text in PROMPTS]
+        return jax.device_get(jd.generate(loaded.model, loaded.params, ids, key=key, settings=settings, **more))
+
+    def plainly(**more: Any) -> Strategy:
+        def run(loaded: Any, mesh: Any, new: int) -> list[Row]:
+            return rows_of(generated(loaded, asked(loaded, new, HALF, **more)))
+
+        return run
+
+    def drafted(loaded: Any, mesh: Any, new: int) -> list[Row]:
+        copy = jd.load("smollm2-135m", quantize="int4", mesh=mesh)
+        settings = asked(loaded, new, HALF, draft_length=3)
+        return rows_of(generated(loaded, settings, draft=(copy.model, copy.params)))
+
+    def beams(loaded: Any, mesh: Any, new: int) -> list[Row]:
+        out = generated(loaded, loaded.settings(max_new_tokens=new, beams=4))
+        steps = np.minimum(out.margin, out.set_margin).min(axis=(1, 2))
+        apart = -np.diff(out.score, axis=1).max(axis=1)
+        least = np.minimum(steps, apart)
+        return [([ids], [float(margin)]) for ids, margin in zip(out.to_lists(), least, strict=True)]
+
+    def engine(loaded: Any, mesh: Any, new: int) -> list[Row]:
+        requests = [
+            Request(i, loaded.tokenizer.encode(text), asked(loaded, new, HALF[i]), one)
+            for i, (text, one) in enumerate(zip(PROMPTS, row_keys(key, len(PROMPTS)), strict=True))
+        ]
+        served = Engine(loaded.model, loaded.params, options=Options(slots=8)).serve(requests)
+        outs = [result.out for result in sorted(served, key=lambda result: result.request.id)]
+        return [row for out in outs for row in rows_of(jax.device_get(out))]
+
+    return {
+        "plain": plainly(),
+        "beams": beams,
+        "lookup": plainly(prompt_lookup=4),
+        "draft": drafted,
+        "regex": plainly(regex=REGEX),
+        "json": plainly(json_schema=SCHEMA),
+        "engine": engine,
+    }
+
+
+def compared(alone: list[Row], parts: list[Row]) -> dict[str, Any]:
+    """Counts over all rows, each up to its first difference, and the largest margin of what differs."""
     told: dict[str, Any] = dict.fromkeys(("tokens", "clear", "clear_differ", "differ"), 0)
     told["largest_margin_that_differs"] = 0.0
-    rows = zip(alone.to_lists(), parts.to_lists(), alone.margin, alone.set_margin, strict=True)
-    for tokens, others, margin, set_margin in rows:
-        for t, token in enumerate(tokens):
-            same = t < len(others) and others[t] == token
-            both = float(min(margin[t], set_margin[t]))
-            clear = both > MARGIN
+    for (things, margins), (others, _) in zip(alone, parts, strict=True):
+        for t, (thing, margin) in enumerate(zip(things, margins, strict=True)):
+            same = t < len(others) and others[t] == thing
+            clear = margin > MARGIN
             told["tokens"] += 1
             told["clear"] += clear
             told["clear_differ"] += clear and not same
             told["differ"] += not same
             if not same:
-                told["largest_margin_that_differs"] = max(told["largest_margin_that_differs"], both)
+                told["largest_margin_that_differs"] = max(told["largest_margin_that_differs"], margin)
                 break
+    told["share_clear"] = round(told["clear"] / max(1, told["tokens"]), 4)
     return told
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--mesh", nargs="+", default=MESHES)
-    parser.add_argument("--quantize", nargs="+", default=["none", "int8"])
-    asked = parser.parse_args()
-
+def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     import jax
-    import numpy as np
 
     import jaxdecode as jd
     from jaxdecode.meshes import mesh_of
 
-    temperature = np.array([0.0, 0.8] * 4, np.float32)  # every other row samples
-    wrong = 0
+    every = strategies()
     for scheme in asked.quantize:
         how: Any = {"quantize": None if scheme == "none" else scheme}
         whole = jd.load("smollm2-135m", **how)
-        ids = [whole.tokenizer.encode(text) for text in PROMPTS]
-        settings = whole.settings(max_new_tokens=asked.new_tokens, temperature=temperature, top_p=0.95)
-        alone = jax.device_get(jd.generate(whole.model, whole.params, ids, key=jax.random.key(0), settings=settings))
+        alone = {name: every[name](whole, None, asked.new_tokens) for name in asked.strategy}
         for text in asked.mesh:
             mesh = mesh_of(text)
             loaded = jd.load("smollm2-135m", mesh=mesh, **how)
-            with jax.set_mesh(mesh):
-                out = jd.generate(loaded.model, loaded.params, ids, key=jax.random.key(0), settings=settings)
-            told = compared(alone, jax.device_get(out))
             leaves = jax.tree.leaves(loaded.params)
             sizes = [sum(x.nbytes for x in leaves), sum(x.addressable_shards[0].data.nbytes for x in leaves)]
-            share = round(told["clear"] / told["tokens"], 4)
-            line = {"mesh": text, "quantize": scheme, **told, "share_clear": share, "param_bytes": sizes}
-            sys.stdout.write(json.dumps(line) + "\n")
-            sys.stdout.flush()
-            wrong += told["clear_differ"] if scheme == "none" else 0
+            for name in asked.strategy:
+                with jax.set_mesh(mesh):
+                    told = compared(alone[name], every[name](loaded, mesh, asked.new_tokens))
+                yield {"quantize": scheme, "mesh": text, "strategy": name, **told, "param_bytes": sizes}
+
+
+def main() -> int:
+    names = ["plain", "beams", "lookup", "draft", "regex", "json", "engine"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--mesh", nargs="+", default=MESHES)
+    parser.add_argument("--quantize", nargs="+", default=["none", "int8"])
+    parser.add_argument("--strategy", nargs="+", choices=names, default=names)
+    asked = parser.parse_args()
+    wrong = 0
+    for line in lines(asked):
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+        wrong += line["clear_differ"] if line["quantize"] == "none" else 0
     return int(wrong > 0)
 
 
