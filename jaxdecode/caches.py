@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxdecode import __version__, base, checks, kvcache
 from jaxdecode.base import Bounded, Cache, Model, Params, Prompt
+from jaxdecode.decoders.common import cache_spec
 from jaxdecode.generation import as_prompt, extend, vocab_size_of
 from jaxdecode.session import common_prefix
 
@@ -190,7 +191,7 @@ def load_cache(
     expected = f"the params that the cache was made with, {told.get('params')}"
     checks.require(told.get("params") == digest, f"{source}: params", expected, digest)
     about = _about(source, told.get("cache", ""))
-    like = jax.eval_shape(lambda p: model.init_cache(p, about["rows"], about["max_len"]), params)
+    like = cache_spec(model, params, about["rows"], about["max_len"])
     paths, tree = jax.tree_util.tree_flatten_with_path(like)
     found = {name: (x.dtype, x.shape) for name, x in tensors.items()}
     wanted = {jax.tree_util.keystr(p): (x.dtype, x.shape) for p, x in paths}

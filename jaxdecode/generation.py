@@ -95,23 +95,26 @@ def _cache_len(model: Model, params: Params, prompt: Prompt, limit: Any, new: in
     known = checks.is_concrete(prompt.length) and checks.is_concrete(limit)
     need = int(np.max(np.asarray(prompt.length) + np.asarray(limit))) if known else size + new
 
-    def allocate(n: int) -> None:
-        jax.eval_shape(lambda p: model.init_cache(p, batch, n), params)
+    def accepts(n: int) -> bool:
+        try:
+            common.cache_spec(model, params, batch, n)
+        except ValueError:
+            return False
+        return True
 
     if asked is not None:
         checks.require(isinstance(asked, int), "cache_len", "a whole number", asked)
         checks.require(asked >= need, "cache_len", f"at least prompt + max_new_tokens = {need}", asked)
-        allocate(asked)
+        common.cache_spec(model, params, batch, asked)
         return asked
-    allocate(need)
-    low, high = need, max(need, -(-(size + new) // 64) * 64)
+    high = max(need, -(-(size + new) // 64) * 64)
+    if accepts(high):
+        return high
+    common.cache_spec(model, params, batch, need)
+    low, high = need, high - 1
     while low < high:  # the largest length in [need, high] that the model accepts
         middle = (low + high + 1) // 2
-        try:
-            allocate(middle)
-            low = middle
-        except ValueError:
-            high = middle - 1
+        low, high = (middle, high) if accepts(middle) else (low, middle - 1)
     return low
 
 
@@ -274,7 +277,7 @@ def _widened(prompt: Prompt, cache: Cache) -> Prompt:
 
 
 def vocab_size_of(model: Model, params: Params) -> int:
-    cache = jax.eval_shape(lambda p: model.init_cache(p, 1, 1), params)
+    cache = common.cache_spec(model, params, 1, 1)
     return int(common.logits_spec(model, params, cache).shape[-1])
 
 

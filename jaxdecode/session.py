@@ -162,7 +162,7 @@ class Session:
     @functools.cached_property
     def vocab_size(self) -> int:
         """Number of ids, as the shape of the model's logits says."""
-        cache = jax.eval_shape(lambda params: self.model.init_cache(params, 1, 1), self.params)
+        cache = common.cache_spec(self.model, self.params, 1, 1)
         return common.logits_spec(self.model, self.params, cache).shape[-1]
 
     def _collect(self) -> None:

@@ -15,6 +15,7 @@ from jaxdecode.benchmark.texts import text_ids
 from jaxdecode.benchmark.timing import MODES, Case, Times, measure
 from jaxdecode.benchmark.work import Work, numpy_seconds, work_of
 from jaxdecode.checks import require
+from jaxdecode.decoders.common import cache_spec
 from jaxdecode.generation import vocab_size_of
 from jaxdecode.models.counts import param_bytes
 from jaxdecode.models.transformer import TransformerConfig
@@ -145,7 +146,7 @@ def _row(
         same = None if ids is None else ids * rows
         how["settings"] = {"temperature": 0.0}
         greedy = measure(model, params, config.vocab_size, plain, ids=same, **how).step
-    held = jax.eval_shape(lambda p: model.init_cache(p, case.batch, times.cache_len), params)
+    held = cache_spec(model, params, case.batch, times.cache_len)
     work = work_of(model, config, params, case)
     numpy: float | None = None
     if floor and isinstance(config, TransformerConfig) and not _schemes(params):

@@ -11,6 +11,7 @@ from jaxdecode.base import Model, Params
 from jaxdecode.benchmark.machine import median_seconds
 from jaxdecode.benchmark.timing import Case
 from jaxdecode.checks import require
+from jaxdecode.decoders.common import cache_spec
 from jaxdecode.kvcache import stored_as
 from jaxdecode.models.counts import step_counts
 from jaxdecode.models.transformer import TransformerConfig
@@ -38,7 +39,7 @@ def work_of(model: Model, config: Any, params: Params, case: Case) -> Work | Non
     """
     if not isinstance(config, TransformerConfig):
         return None
-    cache = jax.eval_shape(lambda p: model.init_cache(p, 1, 1), params)
+    cache = cache_spec(model, params, 1, 1)
     dtype = stored_as(cache.layers[0])[1]
     ends = (case.prompt, case.prompt + case.new - 1)
     first, last = (step_counts(config, params, case.batch, t, dtype) for t in ends)

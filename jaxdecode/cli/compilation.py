@@ -1,13 +1,21 @@
-"""The persistent compilation cache of the command line: what one process compiles, the next one finds."""
+"""The persistent compilation cache of the command line: what one process compiles, the next one finds.
+
+A program of 30 layers needs hundreds of MB while it is made or read, most of them free again before it runs. glibc keeps
+what is freed; asked for it, it gives it back to the system.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 __all__ = ["keep_compiled_programs"]
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax tells it of programs that were read, too
 
 
 def keep_compiled_programs() -> None:
@@ -15,12 +23,13 @@ def keep_compiled_programs() -> None:
 
     One folder per jax version and kind of CPU: jax's own key does not tell CPUs apart, and a home folder may be shared.
     """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return
     # XLA logs as an error that its own tuning flags are no CPU features, for every program it reads back.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import jax
 
+    _give_back_after_compiling(jax.monitoring)
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
     from jaxdecode.checkpoint.converted import cache_folder
 
     folder = cache_folder() / "xla" / jax.__version__ / _cpu()
@@ -31,6 +40,13 @@ def keep_compiled_programs() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _give_back_after_compiling(monitoring: Any) -> None:
+    """Free memory goes back to the system whenever a program is there."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:  # glibc
+        monitoring.register_event_duration_secs_listener(lambda name, *_, **__: name == COMPILED and trim(0))
 
 
 def _cpu() -> str:

@@ -14,7 +14,18 @@ from jaxdecode import checks
 from jaxdecode.base import Bounded, Cache, Finish, Model, Params, Prompt, Rules
 from jaxdecode.transforms import Context
 
-__all__ = ["Begun", "begin", "check_prompt", "check_rules", "forward", "logits_spec", "prefill", "room", "settled"]
+__all__ = [
+    "Begun",
+    "begin",
+    "cache_spec",
+    "check_prompt",
+    "check_rules",
+    "forward",
+    "logits_spec",
+    "prefill",
+    "room",
+    "settled",
+]
 
 CHUNK = 512  # prompt tokens per prefill pass: bounds its memory, and costs nothing on the machines measured
 
@@ -25,6 +36,16 @@ def _probe(model: Model, params: Params, cache: Cache) -> jax.Array:
     batch = jax.tree.leaves(cache)[0].shape[0] if jax.tree.leaves(cache) else 1
     tokens, one = jnp.zeros((batch, 1), jnp.int32), jnp.ones((batch,), jnp.int32)
     return model.apply(params, tokens, cache, lengths=one, logits_at=tokens)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _empty(model: Model, params: Params, batch_size: int, max_len: int) -> Cache:
+    return model.init_cache(params, batch_size, max_len)
+
+
+def cache_spec(model: Model, params: Params, batch_size: int, max_len: int) -> Cache:
+    """Shapes of an empty cache; jit remembers them. ValueError: more than the model's context."""
+    return _empty.eval_shape(model, params, batch_size, max_len)
 
 
 def logits_spec(model: Model, params: Params, cache: Cache) -> jax.ShapeDtypeStruct:

@@ -94,8 +94,7 @@ def _init(
 def _check_vocabularies(model: Model, draft_model: Model, params: Params) -> None:
     sizes = []
     for part, own in zip((model, draft_model), params, strict=True):
-        cache = jax.eval_shape(lambda p, m=part: m.init_cache(p, 1, 1), own)
-        sizes.append(common.logits_spec(part, own, cache).shape[-1])
+        sizes.append(common.logits_spec(part, own, common.cache_spec(part, own, 1, 1)).shape[-1])
     checks.require(sizes[0] == sizes[1], "draft_model", f"a vocabulary of {sizes[0]} ids like the model's", sizes[1])
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdecode import checks, generation, keys
 from jaxdecode.base import Decoder, Model, Params, Rules, fetch
+from jaxdecode.decoders.common import cache_spec
 from jaxdecode.engine.driver import Driver, Options, Stats, Turn
 from jaxdecode.engine.programs import Plan
 from jaxdecode.engine.requests import Job, Request, Result, check, one_row, signature
@@ -228,7 +229,7 @@ class Engine:
     def _accepts(self, total: int) -> bool:
         if total not in self._lengths:
             try:
-                jax.eval_shape(lambda p: self.model.init_cache(p, 1, total), self.params)
+                cache_spec(self.model, self.params, 1, total)
                 self._lengths[total] = True
             except ValueError:
                 self._lengths[total] = False

@@ -72,7 +72,7 @@ def _put(block: AnyBlock, b: jax.Array, new: AnyBlock, first: jax.Array, count: 
         axes = range(buffer.ndim)
         at = [jnp.asarray(b, jnp.int32), *(start if i == axis else np.int32(0) for i in axes[1:])]
         shape = [1, *(width if i == axis else buffer.shape[i] for i in axes[1:])]
-        tokens = jnp.take(tokens, jnp.clip(source, 0, size - 1), axis=axis)
+        tokens = jnp.take(tokens, source, axis=axis, mode="clip")
         mask = fresh.reshape([width if i == axis else 1 for i in axes])
         old = lax.dynamic_slice(buffer, at, shape)
         return lax.dynamic_update_slice(buffer, jnp.where(mask, tokens, old), at)
