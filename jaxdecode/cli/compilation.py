@@ -1,7 +1,7 @@
 """The persistent compilation cache of the command line: what one process compiles, the next one finds.
 
-A program of 30 layers needs hundreds of MB while it is made or read, most of them free again before it runs. glibc keeps
-what is freed; asked for it, it gives it back to the system.
+A program of 30 layers needs hundreds of MB while it is made or read, most of them free again before it runs. glibc
+keeps what is freed; asked for it, it gives it back to the system.
 """
 
 from __future__ import annotations
