@@ -1,6 +1,7 @@
 """SmolLM2-135M over meshes of 8 virtual devices: how often the tokens are those of one device, and where they are not.
 
     python scripts/check_sharding.py [--strategy plain beams ...] [--mesh data=2,tensor=4 ...] [--quantize none int8]
+    python scripts/check_sharding.py --processes 2     # of 4 devices each
 
 Prints a line of JSON for each kind of weights, mesh and strategy: tokens compared, how many have a margin over 1e-3 and
 their share, how many of those differ (of float weights there must be none: S6.5; int8 rounds activations, and a last
@@ -14,11 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-COUNT = "--xla_force_host_platform_device_count=8"
+DEVICES = 8
+TOGETHER = "JAXDECODE_CHECK_SHARDING"  # in the environment of one of several processes: coordinator, how many, which
 MESHES = ("data=1,tensor=8", "data=2,tensor=4", "data=8,tensor=1", "data=2,tensor=3")  # SmolLM2 has 3 KV heads
 MARGIN = 1e-3
 PROMPTS = (
@@ -49,6 +53,7 @@ def strategies() -> dict[str, Strategy]:
     import numpy as np
 
     import jaxdecode as jd
+    from jaxdecode.base import fetch
     from jaxdecode.engine import Engine, Options, Request
     from jaxdecode.keys import row_keys
 
@@ -64,7 +69,7 @@ def strategies() -> dict[str, Strategy]:
 
     def generated(loaded: Any, settings: Any, **more: Any) -> Any:
         ids = [loaded.tokenizer.encode(text) for text in PROMPTS]
-        return jax.device_get(jd.generate(loaded.model, loaded.params, ids, key=key, settings=settings, **more))
+        return fetch(jd.generate(loaded.model, loaded.params, ids, key=key, settings=settings, **more))
 
     def plainly(**more: Any) -> Strategy:
         def run(loaded: Any, mesh: Any, new: int) -> list[Row]:
@@ -91,7 +96,7 @@ def strategies() -> dict[str, Strategy]:
         ]
         served = Engine(loaded.model, loaded.params, options=Options(slots=8)).serve(requests)
         outs = [result.out for result in sorted(served, key=lambda result: result.request.id)]
-        return [row for out in outs for row in rows_of(jax.device_get(out))]
+        return [row for out in outs for row in rows_of(fetch(out))]
 
     return {
         "plain": plainly(),
@@ -145,6 +150,30 @@ def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield {"quantize": scheme, "mesh": text, "strategy": name, **told, "param_bytes": sizes}
 
 
+def take_part(told: str) -> bool:
+    """Become one of several processes; whether this is the one that prints."""
+    import jax
+
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what C++ prints
+    coordinator, count, number = told.split()
+    known: Any = {"cluster_detection_method": "deactivate", "initialization_timeout": 120}
+    jax.distributed.initialize(coordinator, int(count), int(number), **known)
+    return number == "0"
+
+
+def together(count: int) -> int:
+    """The same command in ``count`` processes."""
+    with socket.socket() as trial:
+        trial.bind(("", 0))
+        coordinator = f"127.0.0.1:{trial.getsockname()[1]}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES // count}"
+    places = [f"{coordinator} {count} {number}" for number in range(count)]
+    environments = [{**os.environ, "XLA_FLAGS": flags, TOGETHER: place} for place in places]
+    running = [subprocess.Popen([sys.executable, *sys.argv], env=environment) for environment in environments]
+    return max(abs(process.wait()) for process in running)
+
+
 def main() -> int:
     names = ["plain", "beams", "lookup", "draft", "regex", "json", "engine"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,16 +181,22 @@ def main() -> int:
     parser.add_argument("--mesh", nargs="+", default=MESHES)
     parser.add_argument("--quantize", nargs="+", default=["none", "int8"])
     parser.add_argument("--strategy", nargs="+", choices=names, default=names)
+    parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4, 8))
     asked = parser.parse_args()
+    place = os.environ.get(TOGETHER)
+    if asked.processes > 1 and place is None:
+        return together(asked.processes)
+    if place is None:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    told = place is None or take_part(place)
     wrong = 0
     for line in lines(asked):
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        if told:
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
         wrong += line["clear_differ"] if line["quantize"] == "none" else 0
     return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    if COUNT not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COUNT}"
     sys.exit(main())
