@@ -22,6 +22,7 @@ __all__ = ["BLOCK", "Cut", "blocks_of", "cut", "last_kept"]
 
 BLOCK = 128  # ids per block
 NEAR = 64  # blocks that are searched alone, at most
+FIRST = 64  # ids of these that are put in order
 SPARSE = 16  # one block of so many is in the sample
 TURNS = 6  # over the sample
 NARROWING = 5  # passes after the two that check what the sample says
@@ -174,6 +175,22 @@ def _solve(near: _Near, needed: jax.Array, skip: jax.Array, size: int) -> Cut:
     return Cut(last, last_id, each, mass, removed, (above == 0) & (ties <= 1) & (last >= top))
 
 
+def _first_few(near: _Near, needed: jax.Array) -> tuple[Cut, jax.Array]:
+    """The cut among the ``FIRST`` ids of ``near`` in their order, and the rows [B] in which it is there."""
+    logits, amount, ids, above = near
+    count = jnp.sum(logits > -jnp.inf, axis=-1, dtype=jnp.int32)
+    order = lax.top_k(logits, min(FIRST + 1, logits.shape[1]))[1]  # of equals the lower comes first
+    logits, amount, ids = (jnp.take_along_axis(x, order, axis=1) for x in (logits, amount, ids))
+    held = jnp.cumsum(amount, axis=-1, dtype=amount.dtype)
+    end = jnp.minimum(count, FIRST)
+    before = jnp.sum(held < (needed - above)[:, None], axis=-1, dtype=jnp.int32)
+    at = jnp.maximum(jnp.minimum(before, end - 1), 0)[:, None]
+    last, last_id, each, mass = (jnp.take_along_axis(x, at, axis=1)[:, 0] for x in (logits, ids, amount, held))
+    removed = jnp.take_along_axis(jnp.pad(logits, ((0, 0), (0, 1)), constant_values=-jnp.inf), at + 1, axis=1)[:, 0]
+    one = (above == 0) & (at[:, 0] == 0)
+    return Cut(last, last_id, each, above + mass, removed, one), (before < end) | (count <= FIRST)
+
+
 class _Blocks(NamedTuple):
     """Logits, amounts and keys in blocks [B,n,BLOCK]. Keys never fall as logits rise: thresholds are in keys."""
 
@@ -297,6 +314,10 @@ def _candidates(blocks: _Blocks, key: jax.Array, amount: jax.Array, needed: jax.
     return lax.cond(jnp.all(enough), lambda _: _Found(hot, enough, below, end, none), seek, None)
 
 
+def _where(rows: jax.Array, a: Cut, b: Cut) -> Cut:
+    return Cut(*(jnp.where(rows, x, y) for x, y in zip(a, b, strict=True)))
+
+
 def cut(logits: jax.Array, amount: jax.Array, needed: jax.Array, key: jax.Array | None = None) -> Cut:
     """The shortest prefix of the order of ids whose ``amount[B,V]`` adds up to ``needed[B]``.
 
@@ -313,12 +334,16 @@ def cut(logits: jax.Array, amount: jax.Array, needed: jax.Array, key: jax.Array 
         return _solve(_Near(logits, amount, ids, nothing), needed, jnp.zeros((rows,), bool), size)
     blocks = _Blocks(blocks_of(logits, -jnp.inf), blocks_of(amount, 0), blocks_of(key, -jnp.inf))
     near, done, low, high, above = _candidates(blocks, key, amount, needed)
-    found = _solve(near, needed, ~done, size)
+    found, few = _first_few(near, needed)
+
+    def several(found: Cut) -> Cut:
+        return _where(few, found, _solve(near, needed, few | ~done, size))
 
     def general(found: Cut) -> Cut:
-        other = _solve(_Near(*_inside(logits, amount, key, low, high), ids, above), needed, done, size)
-        return Cut(*(jnp.where(done, a, b) for a, b in zip(found, other, strict=True)))
+        every = _Near(*_inside(logits, amount, key, low, high), ids, above)
+        return _where(done, found, _solve(every, needed, done, size))
 
+    found = lax.cond(jnp.all(few | ~done), lambda c: c, several, found)
     found = lax.cond(jnp.all(done), lambda c: c, general, found)
     unknown = jnp.isneginf(found.removed)  # it may lie outside what was searched
 
