@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,28 @@ def test_progress_is_shown_on_a_terminal_and_taken_away() -> None:
     os.close(ours)
     assert b"compiling" in shown
     assert shown.rstrip().endswith(b"\x1b[2K")  # that line is empty now
+
+
+# ---------------------------------------------------------------- what compiling leaves behind
+COMPILING = """
+import ctypes, types
+given = []
+ctypes.CDLL = lambda name: types.SimpleNamespace(malloc_trim=given.append)
+from jaxdecode.cli.compilation import keep_compiled_programs
+keep_compiled_programs()
+import jax
+made = jax.jit(lambda x: x + 1)
+value = made(1.0)
+print(len(given), end=" ")
+made(2.0)
+print(len(given))
+"""
+
+
+def test_memory_is_given_back_after_a_program_is_made_or_read_and_only_then(tmp_path: Path) -> None:
+    env = {**os.environ, "JAXDECODE_CACHE": str(tmp_path)}
+    told = [subprocess.run([sys.executable, "-c", COMPILING], env=env, capture_output=True, text=True) for _ in "ab"]
+    for run in told:  # the first compiles, the second reads
+        assert run.returncode == 0, run.stderr
+        after_one, after_two = map(int, run.stdout.split())
+        assert after_one == after_two >= 1
