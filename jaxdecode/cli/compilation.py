@@ -7,11 +7,11 @@ keeps what is freed; asked for it, it gives it back to the system.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 __all__ = ["keep_compiled_programs"]
 
@@ -19,7 +19,9 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # jax tells it of progr
 
 
 def keep_compiled_programs() -> None:
-    """Turn it on; call before anything imports jax. A folder that the user gave to jax is left as it is.
+    """Turn it on, and give back what compiling leaves; call before anything imports jax.
+
+    A folder that the user gave to jax is left as it is.
 
     One folder per jax version and kind of CPU: jax's own key does not tell CPUs apart, and a home folder may be shared.
     """
@@ -27,7 +29,7 @@ def keep_compiled_programs() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import jax
 
-    _give_back_after_compiling(jax.monitoring)
+    _give_back_after_compiling()
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     from jaxdecode.checkpoint.converted import cache_folder
@@ -42,11 +44,20 @@ def keep_compiled_programs() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def _give_back_after_compiling(monitoring: Any) -> None:
-    """Free memory goes back to the system whenever a program is there."""
+@functools.cache
+def _give_back_after_compiling() -> None:
+    """Free memory goes back to the system whenever a program is there. Once a process: listeners stay."""
+    import jax
+
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:  # glibc
-        monitoring.register_event_duration_secs_listener(lambda name, *_, **__: name == COMPILED and trim(0))
+    if trim is None:  # not glibc
+        return
+
+    def heard(event: str, duration_secs: float, **more: str | int) -> None:
+        if event == COMPILED:
+            trim(0)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
 
 
 def _cpu() -> str:
