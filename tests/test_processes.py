@@ -28,7 +28,7 @@ main()
 """
 ALONE = """
 import sys, time
-from jaxdecode.cli import processes
+from jaxdecode.cli import exit_with, processes
 processes.JOIN_SECONDS = int(sys.argv[4])
 def work(place):
     from jax.experimental import multihost_utils
@@ -41,7 +41,7 @@ def work(place):
     time.sleep(seconds)
     return 0
 coordinator, number = sys.argv[1:3]
-sys.exit(processes.together(processes.Joining(coordinator, 2, int(number), 4), work))
+exit_with(lambda: processes.together(processes.Joining(coordinator, 2, int(number), 4), work))
 """
 
 

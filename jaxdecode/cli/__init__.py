@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-__all__ = ["main"]
+__all__ = ["exit_with", "main"]
 
 
 def main() -> NoReturn:
@@ -17,13 +18,18 @@ def main() -> NoReturn:
             stream.reconfigure(encoding="utf-8")
     warnings.showwarning = _warn  # type: ignore[assignment]  # only the first argument is shown
     try:
-        import typer
-
         from jaxdecode.cli.app import app
     except ImportError as error:
         _fail(f"the command line needs {error.name}: pip install 'jaxdecode[cli]'", 2)
+    exit_with(lambda: app(prog_name="jaxdecode", standalone_mode=False))
+
+
+def exit_with(run: Callable[[], Any]) -> NoReturn:
+    """Exit with the code that ``run`` returns; what it has to say to the user instead takes one line on stderr."""
+    import typer
+
     try:
-        code = app(prog_name="jaxdecode", standalone_mode=False)
+        code = run()
     except typer.TyperException as error:
         _fail(error.format_message(), error.exit_code)
     sys.exit(code)
