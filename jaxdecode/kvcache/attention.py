@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxdecode import base
+from jaxdecode.arithmetic import PLAIN, Arithmetic
 from jaxdecode.kvcache.int4 import Int4Block, int4_values
 from jaxdecode.kvcache.layout import (
     AnyBlock,
@@ -34,6 +35,13 @@ from jaxdecode.meshes import by_rows
 __all__ = ["extend"]
 
 HIDDEN = -1e30  # a finite score for entries a query may not see: a row that sees nothing stays finite
+
+
+class _How(NamedTuple):
+    """softcap c: c tanh(x / c) of the scores."""
+
+    softcap: float | None = None
+    arithmetic: Arithmetic = PLAIN
 
 
 class _Part(NamedTuple):
@@ -92,8 +100,8 @@ def _masks(sight: _Sight, layer: Layer, window: Window | None) -> Callable[[int,
     return seen
 
 
-def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array, softcap: float | None) -> _Part:
-    """q[B,K,M,h] over a block's slots; ``seen[B,M,T]``. softcap c: c tanh(x / c) of the scores."""
+def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array, how: _How) -> _Part:
+    """q[B,K,M,h] over a block's slots; ``seen[B,M,T]``."""
     wide = np.promote_types(q.dtype, np.float32)
     if isinstance(block, Int4Block):
         k, v = int4_values(block, q.dtype)
@@ -103,42 +111,43 @@ def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array, softcap: float
     if isinstance(block, Int8Block):
         scores = scores * block.k_scale[:, :, None].astype(wide)
     scores = scores * (q.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = jnp.tanh(scores / softcap) * softcap
+    if how.softcap is not None:
+        scores = jnp.tanh(scores / how.softcap) * how.softcap
     scores = jnp.where(seen[:, None], scores, HIDDEN)
     top = jnp.max(scores, axis=-1)
-    weight = jnp.exp(scores - lax.stop_gradient(top)[..., None])
-    total = jnp.sum(weight, axis=-1)
+    weight = how.arithmetic.exp(scores - lax.stop_gradient(top)[..., None])
+    total = how.arithmetic.sum(weight, -1)[..., 0]
     if isinstance(block, Int8Block):
         weight = weight * block.v_scale[:, :, None].astype(wide)
     out = jnp.einsum("bkmt,bkth->bkmh", weight.astype(q.dtype), v, preferred_element_type=wide)
     return _Part(out, top, total)
 
 
-def _merge(a: _Part, b: _Part) -> _Part:
+def _merge(a: _Part, b: _Part, arithmetic: Arithmetic) -> _Part:
     """Attention over the union of two parts, by log-sum-exp."""
     top = jnp.maximum(a.top, b.top)
-    wa, wb = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    return _Part(a.out * wa[..., None] + b.out * wb[..., None], top, a.total * wa + b.total * wb)
+    weights = [arithmetic.exp(part.top - top) for part in (a, b)]
+
+    def both(x: jax.Array, y: jax.Array) -> jax.Array:
+        wx, wy = (w.reshape(w.shape + (1,) * (x.ndim - w.ndim)) for w in weights)
+        return arithmetic.product(x * wx) + arithmetic.product(y * wy)
+
+    return _Part(both(a.out, b.out), top, both(a.total, b.total))
 
 
-def _merge_rows(
-    part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array, softcap: float | None
-) -> _Part:
+def _merge_rows(part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array, how: _How) -> _Part:
     """``part`` merged with attention over one more block, of the ``needed[R]`` rows alone, each by itself."""
-    return by_rows(functools.partial(_merge_each, softcap), part, q, block, seen, needed)
+    return by_rows(functools.partial(_merge_each, how), part, q, block, seen, needed)
 
 
-def _merge_each(
-    softcap: float | None, part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array
-) -> _Part:
+def _merge_each(how: _How, part: _Part, q: jax.Array, block: AnyBlock, seen: jax.Array, needed: jax.Array) -> _Part:
     def row(part: _Part, b: jax.Array) -> tuple[_Part, None]:
         def one(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, b, 1)
 
         def more(part: _Part) -> _Part:
-            new = _attend_block(one(q), over_slots(lambda axis, x: one(x), block), one(seen), softcap)
-            merged = _merge(_Part(*map(one, part)), new)
+            new = _attend_block(one(q), over_slots(lambda axis, x: one(x), block), one(seen), how)
+            merged = _merge(_Part(*map(one, part)), new, how.arithmetic)
             rows = zip(part, merged, strict=True)
             return _Part(*(lax.dynamic_update_slice_in_dim(x, y, b, 0) for x, y in rows))
 
@@ -152,7 +161,7 @@ def _attend_layer(
     layer: Layer,
     seen: Callable[[int, int], jax.Array],
     reach: jax.Array,
-    softcap: float | None,
+    how: _How,
     filled: jax.Array | None = None,
 ) -> _Part:
     """Attention of q[R,K,M,h] over the slots it sees, of which ``reach`` are filled in some row.
@@ -162,15 +171,15 @@ def _attend_layer(
     """
 
     def over(block: AnyBlock, offset: int) -> _Part:
-        return _attend_block(q, block, seen(offset, block.v.shape[2]), softcap)
+        return _attend_block(q, block, seen(offset, block.v.shape[2]), how)
 
     part = over(layer[0], 0)
     for offset, block in offsets(layer)[1:]:
 
         def more(part: _Part, block: AnyBlock = block, offset: int = offset) -> _Part:
             if filled is None:
-                return _merge(part, over(block, offset))
-            return _merge_rows(part, q, block, seen(offset, block.v.shape[2]), filled > offset, softcap)
+                return _merge(part, over(block, offset), how.arithmetic)
+            return _merge_rows(part, q, block, seen(offset, block.v.shape[2]), filled > offset, how)
 
         part = lax.cond(reach > offset, more, lambda part: part, part)
     return part
@@ -204,15 +213,15 @@ def _attend_shared(
     sight: _Sight,
     window: Window | None,
     reach: jax.Array,
-    softcap: float | None,
+    how: _How,
 ) -> _Part:
     """Attention of q[B,K,M,h] over one layer of a shared level."""
     if segment.repeats is None:
         layer = base.take_rows(layer, segment.segment_of_row)
-        return _attend_layer(q, layer, _masks(sight, layer, window), reach, softcap)
+        return _attend_layer(q, layer, _masks(sight, layer, window), reach, how)
     n = segment.repeats  # a segment is read once for all rows that use it
     seen = _masks(_of_groups(sight, n), layer, window)
-    return _apart(_attend_layer(_together(q, n), layer, seen, reach, softcap), n)
+    return _apart(_attend_layer(_together(q, n), layer, seen, reach, how), n)
 
 
 def _attend_beams(
@@ -222,7 +231,7 @@ def _attend_beams(
     sight: _Sight,
     window: Window | None,
     reach: jax.Array,
-    softcap: float | None,
+    how: _How,
 ) -> _Part:
     """Attention of q[B,K,M,h] over the tails of its group: each is read once for the queries of all beams."""
     batch, _, size, _ = q.shape
@@ -241,15 +250,19 @@ def _attend_beams(
         there = jnp.repeat(jnp.repeat(there, size, axis=1), beams, axis=0)
         return inside(offset, slots) & (there == own[:, None, None])
 
-    part = _attend_layer(every, layer, seen, reach, softcap)
+    part = _attend_layer(every, layer, seen, reach, how)
     out, top, total = (x.reshape(groups, beams, *x.shape[1:]) for x in part)
     most = jnp.max(top, axis=1)
-    weight = jnp.exp(top - most[:, None])
-    return _apart(_Part(jnp.sum(out * weight[..., None], 1), most, jnp.sum(total * weight, 1)), beams)
+    weight = how.arithmetic.exp(top - most[:, None])
+
+    def every_beam(x: jax.Array) -> jax.Array:
+        return how.arithmetic.sum(how.arithmetic.product(x), 1)[:, 0]
+
+    return _apart(_Part(every_beam(out * weight[..., None]), most, every_beam(total * weight)), beams)
 
 
 def _attend(
-    q: jax.Array, layer: Layer, cache: KVCache, plan: Plan, softcap: float | None, new: AnyBlock | None = None
+    q: jax.Array, layer: Layer, cache: KVCache, plan: Plan, how: _How, new: AnyBlock | None = None
 ) -> jax.Array:
     """Attention of ``q[B,K,G,S,h]`` over every part.
 
@@ -265,33 +278,42 @@ def _attend(
         tail = tail._replace(visible=jnp.minimum(visible, plan.start[:, None]))
     if cache.source is None:
         filled = plan.length if cache.uneven and size == 1 else None
-        part = _attend_layer(flat, layer, _masks(tail, layer, window), plan.reach, softcap, filled)
+        part = _attend_layer(flat, layer, _masks(tail, layer, window), plan.reach, how, filled)
     else:
-        part = _attend_beams(flat, layer, cache, tail, window, plan.reach, softcap)
+        part = _attend_beams(flat, layer, cache, tail, window, plan.reach, how)
     if new is not None:
         token = plan.start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        part = _merge(part, _attend_block(flat, new, tail._replace(visible=visible).sees(token), softcap))
+        part = _merge(part, _attend_block(flat, new, tail._replace(visible=visible).sees(token), how), how.arithmetic)
     before = jnp.zeros_like(plan.before)
     for segment, reach in zip(cache.shared, plan.shared_reach, strict=True):
         held = jnp.take(segment.held, segment.segment_of_row)
         sight = _sight(jnp.broadcast_to(segment.visible[:, None], visible.shape), before, total, held, window)
-        part = _merge(part, _attend_shared(flat, segment.layers[0], segment, sight, window, reach, softcap))
+        part = _merge(part, _attend_shared(flat, segment.layers[0], segment, sight, window, reach, how), how.arithmetic)
         before = before + segment.visible
     out = part.out / part.total[..., None]
     return out.astype(q.dtype).reshape(q.shape)
 
 
 def extend(
-    q: jax.Array, k: jax.Array, v: jax.Array, past: KVCache, plan: Plan, *, softcap: float | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    past: KVCache,
+    plan: Plan,
+    *,
+    softcap: float | None = None,
+    arithmetic: Arithmetic = PLAIN,
 ) -> tuple[jax.Array, Layer]:
     """Write ``k[B,S,K,h]`` and ``v[B,S,K,h]`` into the only layer of ``past``, and attend to all that is there.
 
     Causal attention of ``q[B,K,G,S,h]`` (G query heads per KV head), scaled by h^-1/2; returns [B,K,G,S,h], and the
-    layer. softcap c: scores are c tanh(score / c). A ring is read before more is written than its slack allows.
+    layer. softcap c: scores are c tanh(score / c). arithmetic: that of the model (``jaxdecode.arithmetic``). A ring is
+    read before more is written than its slack allows.
     """
     (layer,), window = past.layers, past.window(0)
+    how = _How(softcap, arithmetic)
     ring = window if may_wrap(layer, window, past.capacity) else None
     if ring is not None and k.shape[1] > ring.slack + 1:
-        return _attend(q, layer, past, plan, softcap, encoded(k, v, layer[0])), write(layer, k, v, plan, ring)
+        return _attend(q, layer, past, plan, how, encoded(k, v, layer[0])), write(layer, k, v, plan, ring)
     layer = write(layer, k, v, plan, ring)
-    return _attend(q, layer, past, plan, softcap), layer
+    return _attend(q, layer, past, plan, how), layer

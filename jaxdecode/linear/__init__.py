@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxdecode import observed
 from jaxdecode.linear import int8, packed
+from jaxdecode.meshes import TENSOR, size_of
 from jaxdecode.observed import Observed
 from jaxdecode.quant import QRows, QTensor, dequantize, over_rows
 
@@ -56,7 +58,19 @@ def embed(table: jax.Array | QTensor | QRows | Observed, ids: jax.Array) -> jax.
     if isinstance(table, QRows):
         return _embed_parts(table, ids)
     rows = over_rows(lambda axis, x: jnp.take(x, ids, axis=axis, mode="clip"), table)
-    return dequantize(rows).T
+    return _feature_major(dequantize(rows))
+
+
+def _feature_major(x: jax.Array) -> jax.Array:
+    """x[R,D] as [D,R], in memory too.
+
+    Over a mesh XLA would turn the axes alone, and so of all activations that come of it: an order for which it has no
+    product of bytes, only one that first makes wider copies of the weights. What a shard_map gives lies as it says.
+    """
+    if size_of(TENSOR) == 1:
+        return x.T
+    whole = PartitionSpec()
+    return jax.shard_map(lambda x: x.T, in_specs=whole, out_specs=whole, axis_names={TENSOR}, check_vma=False)(x)
 
 
 def _embed_parts(table: QRows, ids: jax.Array) -> jax.Array:

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdecode.arithmetic import STEADY
+from jaxdecode.meshes import DATA, size_of
 from jaxdecode.quant import QTensor
 
 __all__ = ["product"]
@@ -26,8 +28,8 @@ _CONTRACT = (((1,), (0,)), ((), ()))
 
 def product(w: QTensor, x: jax.Array) -> jax.Array:
     """``W[N,K] @ x[K,R]`` -> [N,R] in the dtype of x, float32 or wider."""
-    out = _rounded(w, x) if w.scheme == "int8" else _digits(w, x)
-    return out * w.scale.astype(x.dtype)[:, None]
+    scale = w.scale.astype(x.dtype)[:, None]
+    return STEADY.product(_rounded(w, x) * scale) if w.scheme == "int8" else _digits(w, x) * scale
 
 
 def _scale(x: jax.Array) -> jax.Array:
@@ -46,7 +48,14 @@ def _rounded(w: QTensor, x: jax.Array) -> jax.Array:
     def default(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
         return _integer(codes, jnp.round(x / scale).astype(jnp.int8))
 
+    def pairs(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+        """One row on every device, which is padded where it lies."""
+        out = default(codes, *(jnp.repeat(y, 2, axis=1) for y in (x, scale)))
+        return out.reshape(out.shape[0], -1, 2)[:, :, 0]
+
     def cpu(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+        if 1 < x.shape[1] == size_of(DATA):
+            return pairs(codes, x, scale)
         if x.shape[1] > 1:
             return default(codes, x, scale)
         if _FUSES_CONVERT:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxdecode import linear
+from jaxdecode.arithmetic import PLAIN, Arithmetic
 from jaxdecode.base import Params
 from jaxdecode.models.config import TransformerConfig
 from jaxdecode.quant import QRows, over_rows
@@ -26,22 +27,28 @@ __all__ = ["mix", "route"]
 _LARGEST_BLOCK = 128
 
 
-def route(config: TransformerConfig, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def route(
+    config: TransformerConfig, params: Params, x: jax.Array, arithmetic: Arithmetic = PLAIN
+) -> tuple[jax.Array, jax.Array]:
     """For x[D,R]: the experts of each token, by number, and their weights, [R,k] each; of equals the lower number."""
     wide = np.promote_types(x.dtype, np.float32)
-    law = jax.nn.softmax(linear.matmul(params["router"], x, wide), axis=0)
+    law = arithmetic.softmax(linear.matmul(params["router"], x, wide), 0)
     weight, chosen = lax.top_k(law.T, config.experts_per_token)
     if config.norm_expert_weights:
-        weight = weight / jnp.sum(weight, axis=1, keepdims=True)
+        weight = weight / arithmetic.sum(weight, 1)
     order = jnp.argsort(chosen, axis=1)  # sums then do not depend on which expert is preferred
     return jnp.take_along_axis(chosen, order, axis=1), jnp.take_along_axis(weight, order, axis=1).astype(x.dtype)
 
 
 def mix(
-    config: TransformerConfig, params: Params, x: jax.Array, activation: Callable[[jax.Array], jax.Array]
+    config: TransformerConfig,
+    params: Params,
+    x: jax.Array,
+    activation: Callable[[jax.Array], jax.Array],
+    arithmetic: Arithmetic = PLAIN,
 ) -> jax.Array:
     """The experts' outputs [D,R] for x[D,R], weighted and summed."""
-    chosen, weight = route(config, params, x)
+    chosen, weight = route(config, params, x, arithmetic)
     rows, k = chosen.shape
     if rows == 0:
         return x
@@ -57,7 +64,7 @@ def mix(
     _, out = lax.scan(block, None, (expert, token))  # [blocks, D, size]
     out = jnp.moveaxis(out, 1, 0).reshape(len(x), -1)
     out = jnp.take(out, place, axis=1).reshape(len(x), rows, k)
-    return jnp.sum(out * weight[None], axis=2)
+    return arithmetic.sum(arithmetic.product(out * weight[None]), 2)[:, :, 0]
 
 
 def _block_size(pairs: int, n_experts: int) -> int:

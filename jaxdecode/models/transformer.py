@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdecode import checks, kvcache, linear
+from jaxdecode.arithmetic import arithmetic_of
 from jaxdecode.base import Model, Params
 from jaxdecode.models.config import TransformerConfig, init_params, param_shapes
 from jaxdecode.models.layers import Angles, angles, capped, layer, norm
@@ -76,7 +77,7 @@ def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array
         count = at.shape[1]
         flat = at + jnp.arange(batch, dtype=at.dtype)[:, None] * size
         picked = jnp.take(x, flat.reshape(-1), axis=1) if (size, count) != (1, 1) else x
-    normed = norm(config, params, "norm", picked)
+    normed = norm(config, params, "norm", picked, arithmetic_of(params))
     wide = np.promote_types(x.dtype, np.float32)
     logits = linear.matmul(params["embed"] if config.tied else params["head"], normed, wide)
     # XLA:CPU would draw the transposition into the product, which is then 10 times slower for 2 to 7 columns.

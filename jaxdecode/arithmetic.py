@@ -1,0 +1,121 @@
+"""Float arithmetic whose last bits do not hang on what else a program computes, for models that round activations.
+
+A sum is taken in whatever order suits the shape of an array, a product that is added to something may be rounded or
+not, and a compiler may have one ``exp`` for vectors and another for single numbers. Such last bits do no harm until
+an activation is rounded to a code: it then may become another one, and the difference is a thousand times as large. So
+where weights are "int8", a model uses ``STEADY``: the same bits for a row on one device and on many, on CPUs. Other
+compilers give no such promise, and there it is the same as ``PLAIN``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdecode.quant import QRows, QTensor, is_quantized
+
+__all__ = ["PLAIN", "STEADY", "Arithmetic", "arithmetic_of"]
+
+_LOG2_E = np.float32(1.4426950408889634)
+# ln 2 as a number of 9 bits, whose products with whole numbers are exact, and the rest (Cody and Waite 1980)
+_LN2, _LN2_REST = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LOWEST, _HIGHEST = np.float32(-87.33), np.float32(88.0)  # exp is a normal float between them
+# (exp(r) - 1 - r) / r^2 for |r| <= ln(2) / 2, highest power first: a minimax fit, relative error of exp(r) below 1e-8
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+class Arithmetic(NamedTuple):
+    """``sum(x, axis)`` keeps the axis; ``product(x)``: the product x as it is rounded, whatever is added to it."""
+
+    sum: Callable[[jax.Array, int], jax.Array]
+    product: Callable[[jax.Array], jax.Array]
+    exp: Callable[[jax.Array], jax.Array]
+
+    def mean(self, x: jax.Array, axis: int) -> jax.Array:
+        return self.sum(x, axis) / x.shape[axis]
+
+    def softmax(self, x: jax.Array, axis: int) -> jax.Array:
+        if self is PLAIN:
+            return jax.nn.softmax(x, axis)
+        weight = self.exp(x - jnp.max(x, axis, keepdims=True))
+        return weight / self.sum(weight, axis)
+
+    def silu(self, x: jax.Array) -> jax.Array:
+        return jax.nn.silu(x) if self is PLAIN else x / (1 + self.exp(-x))
+
+
+def arithmetic_of(params: Any) -> Arithmetic:
+    """``STEADY`` for params of which some weight rounds the activations that it meets, else ``PLAIN``."""
+    return STEADY if any(map(_rounds, jax.tree.leaves(params, is_leaf=is_quantized))) else PLAIN
+
+
+def _rounds(leaf: Any) -> bool:
+    if isinstance(leaf, QRows):
+        return any(map(_rounds, leaf.parts))
+    return isinstance(leaf, QTensor) and leaf.scheme == "int8"
+
+
+def _on_cpu(steady: Callable[[jax.Array], jax.Array], plain: Callable[[jax.Array], jax.Array], x: jax.Array) -> Any:
+    return lax.platform_dependent(x, cpu=steady, default=plain)
+
+
+def _plain_sum(x: jax.Array, axis: int) -> jax.Array:
+    return jnp.sum(x, axis, keepdims=True)
+
+
+def _sum(x: jax.Array, axis: int) -> jax.Array:
+    return _on_cpu(lambda x: _halves(x, axis), lambda x: _plain_sum(x, axis), x)
+
+
+def _halves(x: jax.Array, axis: int) -> jax.Array:
+    """One half added to the other until one is left; what is odd is added at last."""
+    x, odd = _as_rounded(x), []
+    while (size := x.shape[axis]) > 1:
+        if size % 2:
+            odd.append(lax.slice_in_dim(x, size - 1, size, axis=axis))
+        first, second = (lax.slice_in_dim(x, i * (size // 2), (i + 1) * (size // 2), axis=axis) for i in (0, 1))
+        x = first + second
+    for one in odd:
+        x = x + one
+    return x if x.shape[axis] else _plain_sum(x, axis)
+
+
+def _product(x: jax.Array) -> jax.Array:
+    return _on_cpu(_as_rounded, lambda x: x, x)
+
+
+def _as_rounded(x: jax.Array) -> jax.Array:
+    """x but for -infinity: a maximum stands between a product and a sum, so that no instruction does both."""
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+
+
+@jax.custom_jvp
+def _exp(x: jax.Array) -> jax.Array:
+    return _on_cpu(_polynomial, jnp.exp, x) if x.dtype == jnp.float32 else jnp.exp(x)
+
+
+@_exp.defjvp
+def _exp_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    y = _exp(*primals)
+    return y, y * tangents[0]
+
+
+def _polynomial(x: jax.Array) -> jax.Array:
+    """exp within 2 units in the last place, 0 below the normal floats and e^88 above that."""
+    inside = jnp.clip(x, _LOWEST, _HIGHEST)
+    n = jnp.round(inside * _LOG2_E)
+    r = inside - n * _LN2 - n * _LN2_REST
+    p = jnp.float32(0)
+    for coefficient in _EXP:
+        p = p * r + np.float32(coefficient)
+    power = lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return jnp.where(x < _LOWEST, 0, (p * r * r + r + 1) * power)
+
+
+PLAIN = Arithmetic(_plain_sum, lambda x: x, jnp.exp)
+STEADY = Arithmetic(_sum, _product, _exp)
