@@ -1,10 +1,10 @@
 """Float arithmetic whose last bits do not hang on what else a program computes, for models that round activations.
 
 A sum is taken in whatever order suits the shape of an array, a product that is added to something may be rounded or
-not, and a compiler may have one ``exp`` for vectors and another for single numbers. Such last bits do no harm until
-an activation is rounded to a code: it then may become another one, and the difference is a thousand times as large. So
-where weights are "int8", a model uses ``STEADY``: the same bits for a row on one device and on many, on CPUs. Other
-compilers give no such promise, and there it is the same as ``PLAIN``.
+not, and a compiler may have one ``exp`` for vectors and another for single numbers. Such last bits do no
+harm until an activation is rounded to a code: it then may become another one, and the difference is a thousand times as
+large. So where weights are "int8", a model uses ``STEADY``: the same bits for a row on one device and on many, on CPUs.
+Other compilers give no such promise, and there it is the same as ``PLAIN``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Arithmetic(NamedTuple):
     exp: Callable[[jax.Array], jax.Array]
 
     def mean(self, x: jax.Array, axis: int) -> jax.Array:
-        return self.sum(x, axis) / x.shape[axis]
+        return self.product(self.sum(x, axis) / x.shape[axis])
 
     def softmax(self, x: jax.Array, axis: int) -> jax.Array:
         if self is PLAIN:

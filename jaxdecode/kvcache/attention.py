@@ -110,9 +110,9 @@ def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array, how: _How) -> 
     scores = jnp.einsum("bkmh,bkht->bkmt", q, k, preferred_element_type=wide)
     if isinstance(block, Int8Block):
         scores = scores * block.k_scale[:, :, None].astype(wide)
-    scores = scores * (q.shape[-1] ** -0.5)
+    scores = how.arithmetic.product(scores * (q.shape[-1] ** -0.5))
     if how.softcap is not None:
-        scores = jnp.tanh(scores / how.softcap) * how.softcap
+        scores = how.arithmetic.product(jnp.tanh(scores / how.softcap) * how.softcap)
     scores = jnp.where(seen[:, None], scores, HIDDEN)
     top = jnp.max(scores, axis=-1)
     weight = how.arithmetic.exp(scores - lax.stop_gradient(top)[..., None])

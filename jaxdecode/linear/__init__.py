@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from jaxdecode import observed
+from jaxdecode.arithmetic import arithmetic_of
 from jaxdecode.linear import int8, packed
-from jaxdecode.meshes import TENSOR, size_of
+from jaxdecode.meshes import DATA, TENSOR, size_of
 from jaxdecode.observed import Observed
 from jaxdecode.quant import QRows, QTensor, dequantize, over_rows
 
@@ -58,19 +58,17 @@ def embed(table: jax.Array | QTensor | QRows | Observed, ids: jax.Array) -> jax.
     if isinstance(table, QRows):
         return _embed_parts(table, ids)
     rows = over_rows(lambda axis, x: jnp.take(x, ids, axis=axis, mode="clip"), table)
-    return _feature_major(dequantize(rows))
+    return _feature_major(arithmetic_of(table).product(dequantize(rows)))
 
 
 def _feature_major(x: jax.Array) -> jax.Array:
     """x[R,D] as [D,R], in memory too.
 
     Over a mesh XLA would turn the axes alone, and so of all activations that come of it: an order for which it has no
-    product of bytes, only one that first makes wider copies of the weights. What a shard_map gives lies as it says.
+    product of bytes, only one that first makes wider copies of the weights. What is put together lies as it says.
     """
-    if size_of(TENSOR) == 1:
-        return x.T
-    whole = PartitionSpec()
-    return jax.shard_map(lambda x: x.T, in_specs=whole, out_specs=whole, axis_names={TENSOR}, check_vma=False)(x)
+    x = x.T
+    return jnp.concatenate([x[:1], x[1:]]) if size_of(TENSOR) * size_of(DATA) > 1 else x
 
 
 def _embed_parts(table: QRows, ids: jax.Array) -> jax.Array:
