@@ -4,10 +4,11 @@
     python scripts/check_sharding.py --processes 2     # of 4 devices each
 
 Prints a line of JSON for each kind of weights, mesh and strategy: tokens compared, how many have a margin over 1e-3 and
-their share, how many of those differ (of float weights there must be none: S6.5; int8 rounds activations, and a last
-bit may move one to the next code), and how many of all. A row counts up to its first difference: what follows is
-another text. Of beams a whole search counts as one: its margin is the smallest of its steps and of the distances of
-its scores, its tokens are all hypotheses in order. Bytes of the params: of one device, and of the largest part.
+their share, how many of those differ (of float weights there must be none: S6.5; of int8 few do, as a last bit may move
+an activation to the next code), and how many of all. A row counts up to its first difference: what follows is another
+text. Of beams a whole search counts as one: its margin is the smallest of its
+steps and of the distances of its scores, its tokens are all hypotheses in order. Bytes of the params: of one device,
+and of the largest part.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def norm(config: TransformerConfig, params: Params, name: str, x: jax.Array, ari
     wide = x.astype(np.promote_types(x.dtype, np.float32))
     if config.norm == "layer":
         wide = wide - arithmetic.mean(wide, 0)
-    normed = wide * jax.lax.rsqrt(arithmetic.mean(jnp.square(wide), 0) + config.norm_eps)
+    normed = wide * arithmetic.rsqrt(arithmetic.mean(jnp.square(wide), 0) + config.norm_eps)
     scaled = normed.astype(x.dtype) * params[name][:, None]
     return arithmetic.product(scaled) + params[f"{name}_bias"][:, None] if config.norm == "layer" else scaled
 
@@ -39,7 +39,7 @@ def norm(config: TransformerConfig, params: Params, name: str, x: jax.Array, ari
 def _norm_heads(x: jax.Array, scale: jax.Array, eps: float, arithmetic: Arithmetic) -> jax.Array:
     """RMSNorm over the features of every head of x[heads, h, R]."""
     wide = x.astype(np.promote_types(x.dtype, np.float32))
-    normed = wide * jax.lax.rsqrt(arithmetic.mean(jnp.square(wide), 1) + eps)
+    normed = wide * arithmetic.rsqrt(arithmetic.mean(jnp.square(wide), 1) + eps)
     return normed.astype(x.dtype) * scale[None, :, None]
 
 
