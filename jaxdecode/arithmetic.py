@@ -3,8 +3,8 @@
 A sum is taken in whatever order suits the shape of an array, a product that is added to something may be rounded or
 not, and a compiler may have one ``exp`` or ``rsqrt`` for vectors and another for single numbers. Such last bits do no
 harm until an activation is rounded to a code: it then may become another one, and the difference is a thousand times as
-large. So where weights are "int8", a model uses ``STEADY``, by which a row has, on CPUs, nearly always the same bits on
-one device and on many. Other compilers give less, and there it is the same as ``PLAIN``.
+large. By ``STEADY`` a row of an "int8" model has, on CPUs, nearly always the same bits on one device and on many, and
+takes some percent longer. Other compilers give less, and there it is the same as ``PLAIN``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdecode.quant import QRows, QTensor, is_quantized
-
-__all__ = ["PLAIN", "STEADY", "Arithmetic", "arithmetic_of"]
+__all__ = ["PLAIN", "STEADY", "Arithmetic"]
 
 _LOG2_E = np.float32(1.4426950408889634)
 # ln 2 as a number of 9 bits, whose products with whole numbers are exact, and the rest (Cody and Waite 1980)
@@ -48,17 +46,6 @@ class Arithmetic(NamedTuple):
 
     def silu(self, x: jax.Array) -> jax.Array:
         return jax.nn.silu(x) if self is PLAIN else x / (1 + self.exp(-x))
-
-
-def arithmetic_of(params: Any) -> Arithmetic:
-    """``STEADY`` for params of which some weight rounds the activations that it meets, else ``PLAIN``."""
-    return STEADY if any(map(_rounds, jax.tree.leaves(params, is_leaf=is_quantized))) else PLAIN
-
-
-def _rounds(leaf: Any) -> bool:
-    if isinstance(leaf, QRows):
-        return any(map(_rounds, leaf.parts))
-    return isinstance(leaf, QTensor) and leaf.scheme == "int8"
 
 
 def _on_cpu(steady: Callable[[jax.Array], jax.Array], plain: Callable[[jax.Array], jax.Array], x: jax.Array) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import re
 import sys
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdecode as jd
 from jaxdecode import transforms
+from jaxdecode.arithmetic import PLAIN, STEADY
 from jaxdecode.engine import Engine, Options, Request
 from jaxdecode.generation import start
 from jaxdecode.keys import row_keys
@@ -147,14 +149,14 @@ def _bytes(tree: Any, shape: Any) -> int:
 
 # ---------------------------------------------------------------- bits
 def bits() -> dict[str, dict[str, list[int]]]:
-    """Of float32 and int8, by mesh: logits of a prefill and a loop that differ from one device in any bit, of how many;
-    bytes that the program needs beside its arguments, and bytes of the codes on a device.
+    """Of float32 and int8 with steady arithmetic, by mesh: logits of a prefill and a loop that differ from those of one
+    device in any bit, of how many; bytes that the program needs beside its arguments, and of the codes on a device.
     """
     config = TransformerConfig(2048, 256, 2, 8, 8, 32, 768, 64)
-    model, given = transformer(config), init_params(config, jax.random.key(5))
+    given = init_params(config, jax.random.key(5))
     prompt = jax.random.randint(jax.random.key(6), (8, 5), 0, 2048)
 
-    def run(params: Any) -> jax.Array:
+    def run(model: Any, params: Any) -> jax.Array:
         def step(state: Any, _: None) -> Any:
             tokens, cache = state
             logits, cache = model.apply(params, tokens, cache)
@@ -167,12 +169,13 @@ def bits() -> dict[str, dict[str, list[int]]]:
 
     found: dict[str, dict[str, list[int]]] = {}
     for name, params in {"float32": given, "int8": jd.quantize(given, "int8")}.items():
-        alone, found[name] = np.asarray(jax.jit(run)(params)), {}
+        call = jax.jit(functools.partial(run, transformer(config, arithmetic=PLAIN if name == "float32" else STEADY)))
+        alone, found[name] = np.asarray(call(params)), {}
         for text in MESHES:
             mesh = mesh_of(text)
             with jax.set_mesh(mesh):
                 placed = shard(config, jax.tree.map(np.asarray, params), mesh)
-                program = jax.jit(run).lower(placed).compile()
+                program = call.lower(placed).compile()
                 logits = np.asarray(program(placed))
             codes = [x for x in jax.tree.leaves(placed) if x.dtype == jnp.int8]
             sizes = [

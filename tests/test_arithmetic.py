@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxdecode as jd
-from jaxdecode.arithmetic import PLAIN, STEADY, arithmetic_of
+from jaxdecode.arithmetic import PLAIN, STEADY
 
 ULP = 2.0**-23
 
@@ -88,12 +85,3 @@ def test_softmax_and_silu_are_the_usual_ones() -> None:
     x = 5 * np.random.default_rng(3).normal(size=(6, 50)).astype(np.float32)
     np.testing.assert_allclose(STEADY.softmax(jnp.asarray(x), 1), jax.nn.softmax(x, 1), rtol=2e-6, atol=1e-9)
     np.testing.assert_allclose(STEADY.silu(jnp.asarray(x)), jax.nn.silu(x), rtol=2e-6, atol=1e-9)
-
-
-def test_it_is_asked_for_where_activations_are_rounded() -> None:
-    w = jnp.eye(64)
-    kinds: dict[str, Any] = {name: jd.quantize({"w": w}, name) for name in ("int8", "int8_weights", "int4")}
-    kinds["float32"] = {"w": w}
-    kinds["parts"] = {"w": jd.quant.QRows((kinds["int4"]["w"], kinds["int8"]["w"]))}
-    steady = {name for name, params in kinds.items() if arithmetic_of(params) is STEADY}
-    assert steady == {"int8", "parts"}

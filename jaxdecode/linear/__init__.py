@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxdecode import observed
-from jaxdecode.arithmetic import arithmetic_of
+from jaxdecode.arithmetic import STEADY
 from jaxdecode.linear import int8, packed
 from jaxdecode.meshes import DATA, TENSOR, size_of
 from jaxdecode.observed import Observed
@@ -57,8 +57,9 @@ def embed(table: jax.Array | QTensor | QRows | Observed, ids: jax.Array) -> jax.
         table = table.weight
     if isinstance(table, QRows):
         return _embed_parts(table, ids)
-    rows = over_rows(lambda axis, x: jnp.take(x, ids, axis=axis, mode="clip"), table)
-    return _feature_major(arithmetic_of(table).product(dequantize(rows)))
+    values = dequantize(over_rows(lambda axis, x: jnp.take(x, ids, axis=axis, mode="clip"), table))
+    whole = isinstance(table, QTensor) and table.form is None
+    return _feature_major(STEADY.product(values) if whole else values)
 
 
 def _feature_major(x: jax.Array) -> jax.Array:

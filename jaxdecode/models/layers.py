@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdecode import kvcache, linear
-from jaxdecode.arithmetic import Arithmetic, arithmetic_of
+from jaxdecode.arithmetic import PLAIN, Arithmetic
 from jaxdecode.base import Params
 from jaxdecode.models import experts
 from jaxdecode.models.config import TransformerConfig
@@ -132,9 +132,9 @@ def layer(
     past: kvcache.KVCache,
     plan: kvcache.Plan,
     turn: Angles | None,
+    arithmetic: Arithmetic = PLAIN,
 ) -> tuple[jax.Array, kvcache.Layer]:
     """One layer over the cache of that layer."""
-    arithmetic = arithmetic_of(params)
 
     def before(name: str, x: jax.Array) -> jax.Array:
         return x if config.norm_place == "after" else norm(config, params, name, x, arithmetic)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxdecode import checks, kvcache, linear
-from jaxdecode.arithmetic import arithmetic_of
+from jaxdecode.arithmetic import PLAIN, Arithmetic
 from jaxdecode.base import Model, Params
 from jaxdecode.models.config import TransformerConfig, init_params, param_shapes
 from jaxdecode.models.layers import Angles, angles, capped, layer, norm
@@ -48,8 +48,8 @@ WINDOW_SLACK = 64
 
 # Traced once for all layers, and lowered once where the program may call it: XLA:CPU of jax 0.10.1 has no product of
 # narrow floats in a called function.
-_one_of_many = jax.jit(layer, static_argnums=0)
-_one_inlined = jax.jit(layer, static_argnums=0, inline=True)
+_one_of_many = jax.jit(layer, static_argnums=(0, 6))
+_one_inlined = jax.jit(layer, static_argnums=(0, 6), inline=True)
 
 
 def _embedded(config: TransformerConfig, params: Params, tokens: jax.Array, position: jax.Array) -> jax.Array:
@@ -68,7 +68,14 @@ def _turns(config: TransformerConfig, position: jax.Array, dtype: DTypeLike) -> 
     return plain, plain if config.local_rope_theta is None else angles(config, position, dtype, local=True)
 
 
-def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array | None, batch: int) -> jax.Array:
+def _head(
+    config: TransformerConfig,
+    params: Params,
+    x: jax.Array,
+    at: jax.Array | None,
+    batch: int,
+    arithmetic: Arithmetic = PLAIN,
+) -> jax.Array:
     """Logits [B,K,V] of the positions ``at[B,K]`` of x[D, B*S]."""
     size = x.shape[1] // batch
     if at is None:
@@ -77,7 +84,7 @@ def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array
         count = at.shape[1]
         flat = at + jnp.arange(batch, dtype=at.dtype)[:, None] * size
         picked = jnp.take(x, flat.reshape(-1), axis=1) if (size, count) != (1, 1) else x
-    normed = norm(config, params, "norm", picked, arithmetic_of(params))
+    normed = norm(config, params, "norm", picked, arithmetic)
     wide = np.promote_types(x.dtype, np.float32)
     logits = linear.matmul(params["embed"] if config.tied else params["head"], normed, wide)
     # XLA:CPU would draw the transposition into the product, which is then 10 times slower for 2 to 7 columns.
@@ -86,22 +93,30 @@ def _head(config: TransformerConfig, params: Params, x: jax.Array, at: jax.Array
 
 
 def transformer(
-    config: TransformerConfig, *, cache_dtype: DTypeLike | None = None, window_slack: int = WINDOW_SLACK
+    config: TransformerConfig,
+    *,
+    cache_dtype: DTypeLike | None = None,
+    window_slack: int = WINDOW_SLACK,
+    arithmetic: Arithmetic = PLAIN,
 ) -> Model:
     """The model of ``config``; equal arguments give the same object.
 
     cache_dtype: of the KV cache: that of the params, or any float, or int8, with a scale for each token and KV head, or
     int4, with one for every 32 features of these. window_slack: most tokens that may be cut off a sliding window's end
-    again, as speculation does: it costs as many slots a layer. ValueError: another type.
+    again, as speculation does: it costs as many slots a layer. arithmetic: ``jaxdecode.arithmetic.STEADY`` keeps the
+    last bits of float sums and products from hanging on shapes, for models that round activations. ValueError: another
+    type.
     """
     kind = None if cache_dtype is None else checks.dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
     ok = isinstance(window_slack, int) and window_slack >= 0
     checks.require(ok, "window_slack", "a whole number >= 0", window_slack)
-    return _transformer(config, kind, window_slack)
+    return _transformer(config, kind, window_slack, arithmetic)
 
 
 @functools.lru_cache(maxsize=256)
-def _transformer(config: TransformerConfig, cache_dtype: str | None, window_slack: int) -> Model:
+def _transformer(
+    config: TransformerConfig, cache_dtype: str | None, window_slack: int, arithmetic: Arithmetic
+) -> Model:
     windows = config.windows(window_slack)
 
     def init_cache(params: Params, batch_size: int, max_len: int) -> kvcache.KVCache:
@@ -128,9 +143,9 @@ def _transformer(config: TransformerConfig, cache_dtype: str | None, window_slac
         layers, one = [], _one_inlined if x.dtype.itemsize < 4 else _one_of_many
         for i, weights in enumerate(params["layers"]):
             turn = plain if windows[i] is None else local
-            x, new = one(config, weights, x, kvcache.one_layer(cache, i), plan, turn)
+            x, new = one(config, weights, x, kvcache.one_layer(cache, i), plan, turn, arithmetic)
             layers.append(new)
-        logits = _head(config, params, x, logits_at, batch)
+        logits = _head(config, params, x, logits_at, batch, arithmetic)
         return logits, kvcache.advance(cache, layers, plan)
 
     return Model(init_cache, apply)
