@@ -72,6 +72,8 @@ def quantized(entry: str, loaded: jd.Loaded, asked: Any, clock: Clock) -> Any:
         found = calibration.calibrate(loaded.config, loaded.params, tokens, scheme, **how, progress=clock)
         if method == "gptq":
             return found.params
+        if asked.tuning is not None:
+            ids = loaded.tokenizer.encode(asked.tuning.read_text("utf-8"))
         tokens = calibration.windows_of(ids, min(asked.steps, len(ids) // asked.width), asked.width, jax.random.key(1))
         more: Any = {"steps": asked.steps, "rate": asked.rate, "code_rate": asked.code_rate, "key": jax.random.key(0)}
         more |= {"places": found.places, "progress": clock}
@@ -150,6 +152,7 @@ def main() -> int:
     options.add_argument("entries", nargs="*", default=ENTRIES)
     options.add_argument("--model", default="smollm2-135m")
     options.add_argument("--calibration", type=Path, default=TEXTS / "time_machine.txt")
+    options.add_argument("--tuning", type=Path, help="the text to tune on, if that is another one")
     options.add_argument("--text", type=Path, default=TEXTS / "sherlock_holmes.txt")
     options.add_argument("--tokens", type=int, default=20_480)
     options.add_argument("--window", type=int, default=1024)
