@@ -99,7 +99,7 @@ def test_memory_falls_as_the_rules_say(told: Any) -> None:
 
 
 def test_logits_of_int8_have_the_bits_of_one_device(told: Any) -> None:
-    """All but few rows: without steady arithmetic a tenth to a half of all logits differ over some mesh."""
+    """All but few rows, with steady arithmetic; with plain one 5 to 9% differ over `data=8`, newest jax up to 45%."""
     found = told["bits"]
     for mesh, (differ, count, _, _) in found["int8"].items():
         assert count == 7 * 8 * 2048

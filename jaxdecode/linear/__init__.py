@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from jaxdecode import observed
-from jaxdecode.arithmetic import STEADY
 from jaxdecode.linear import int8, packed
 from jaxdecode.meshes import DATA, TENSOR, size_of
 from jaxdecode.observed import Observed
@@ -58,8 +57,7 @@ def embed(table: jax.Array | QTensor | QRows | Observed, ids: jax.Array) -> jax.
     if isinstance(table, QRows):
         return _embed_parts(table, ids)
     values = dequantize(over_rows(lambda axis, x: jnp.take(x, ids, axis=axis, mode="clip"), table))
-    whole = isinstance(table, QTensor) and table.form is None
-    return _feature_major(STEADY.product(values) if whole else values)
+    return _feature_major(values)
 
 
 def _feature_major(x: jax.Array) -> jax.Array:

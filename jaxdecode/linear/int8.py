@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdecode.arithmetic import STEADY
 from jaxdecode.meshes import DATA, size_of
 from jaxdecode.quant import QTensor
 
@@ -29,7 +28,7 @@ _CONTRACT = (((1,), (0,)), ((), ()))
 def product(w: QTensor, x: jax.Array) -> jax.Array:
     """``W[N,K] @ x[K,R]`` -> [N,R] in the dtype of x, float32 or wider."""
     scale = w.scale.astype(x.dtype)[:, None]
-    return STEADY.product(_rounded(w, x) * scale) if w.scheme == "int8" else _digits(w, x) * scale
+    return (_rounded(w, x) if w.scheme == "int8" else _digits(w, x)) * scale
 
 
 def _scale(x: jax.Array) -> jax.Array:

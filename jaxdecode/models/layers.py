@@ -99,7 +99,7 @@ def _attention(
     qkv = linear.split(params["qkv"], x, sizes)
     if config.qkv_bias:
         biases = jnp.split(params["qkv_bias"][:, None], np.cumsum(sizes)[:-1])
-        qkv = [y + bias for y, bias in zip(qkv, biases, strict=True)]
+        qkv = [arithmetic.product(y) + bias for y, bias in zip(qkv, biases, strict=True)]
     q, k, v = (y.reshape(-1, h, batch * size) for y in qkv)
     q, k = (_turned(config, params.get(f"{name}_norm"), y, turn, arithmetic) for name, y in (("q", q), ("k", k)))
     if config.attention_scale is not None:
@@ -108,6 +108,7 @@ def _attention(
     k, v = (y.reshape(kv, h, batch, size).transpose(2, 3, 0, 1) for y in (k, v))
     out, layer = kvcache.extend(q, k, v, past, plan, softcap=config.attention_softcap, arithmetic=arithmetic)
     out = linear.matmul(params["out"], out.transpose(1, 2, 4, 0, 3).reshape(heads * h, batch * size))
+    out = arithmetic.product(out)
     return (out + params["out_bias"][:, None] if config.out_bias else out), layer
 
 
@@ -119,9 +120,9 @@ def _mlp(config: TransformerConfig, params: Params, x: jax.Array, arithmetic: Ar
     ups = linear.split(params[name], x, config.fused[name])
     if config.mlp_bias:
         biases = jnp.split(params[f"{name}_bias"][:, None], len(ups))
-        ups = [y + bias for y, bias in zip(ups, biases, strict=True)]
+        ups = [arithmetic.product(y) + bias for y, bias in zip(ups, biases, strict=True)]
     up = activation(ups[0]) if len(ups) == 1 else activation(ups[0]) * ups[1]
-    down = linear.matmul(params["down"], up)
+    down = arithmetic.product(linear.matmul(params["down"], up))
     return down + params["down_bias"][:, None] if config.mlp_bias else down
 
 

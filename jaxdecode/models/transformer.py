@@ -52,11 +52,14 @@ _one_of_many = jax.jit(layer, static_argnums=(0, 6))
 _one_inlined = jax.jit(layer, static_argnums=(0, 6), inline=True)
 
 
-def _embedded(config: TransformerConfig, params: Params, tokens: jax.Array, position: jax.Array) -> jax.Array:
+def _embedded(
+    config: TransformerConfig, params: Params, tokens: jax.Array, position: jax.Array, arithmetic: Arithmetic = PLAIN
+) -> jax.Array:
     """Embeddings [D, B*S] of tokens[B,S] at ``position[B,S]``."""
     x = linear.embed(params["embed"], tokens.reshape(-1))
     if config.embed_scale is not None:
         x = x * config.embed_scale
+    x = arithmetic.product(x)
     return x + linear.embed(params["positions"], position.reshape(-1)) if config.positions == "learned" else x
 
 
@@ -103,13 +106,15 @@ def transformer(
 
     cache_dtype: of the KV cache: that of the params, or any float, or int8, with a scale for each token and KV head, or
     int4, with one for every 32 features of these. window_slack: most tokens that may be cut off a sliding window's end
-    again, as speculation does: it costs as many slots a layer. arithmetic: ``jaxdecode.arithmetic.STEADY`` keeps the
-    last bits of float sums and products from hanging on shapes, for models that round activations. ValueError: another
-    type.
+    again, as speculation does: it costs as many slots a layer. arithmetic: ``jaxdecode.arithmetic.STEADY`` keeps
+    most last bits of float sums and products from hanging on shapes, for models that round activations. ValueError:
+    another type.
     """
     kind = None if cache_dtype is None else checks.dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
     ok = isinstance(window_slack, int) and window_slack >= 0
     checks.require(ok, "window_slack", "a whole number >= 0", window_slack)
+    known = isinstance(arithmetic, Arithmetic)
+    checks.require(known, "arithmetic", "PLAIN or STEADY of jaxdecode.arithmetic", arithmetic)
     return _transformer(config, kind, window_slack, arithmetic)
 
 
@@ -138,7 +143,7 @@ def _transformer(
     ) -> tuple[jax.Array, kvcache.KVCache]:
         batch, size = tokens.shape
         plan = kvcache.plan(cache, size, lengths)
-        x = _embedded(config, params, tokens, plan.position)
+        x = _embedded(config, params, tokens, plan.position, arithmetic)
         plain, local = _turns(config, plan.position, x.dtype)
         layers, one = [], _one_inlined if x.dtype.itemsize < 4 else _one_of_many
         for i, weights in enumerate(params["layers"]):
