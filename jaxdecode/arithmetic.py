@@ -42,7 +42,7 @@ class Arithmetic(NamedTuple):
         if self is PLAIN:
             return jax.nn.softmax(x, axis)
         weight = self.exp(x - jnp.max(x, axis, keepdims=True))
-        return weight / self.sum(weight, axis)
+        return weight * (1 / self.sum(weight, axis))
 
     def silu(self, x: jax.Array) -> jax.Array:
         return jax.nn.silu(x) if self is PLAIN else x / (1 + self.exp(-x))

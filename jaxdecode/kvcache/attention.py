@@ -290,7 +290,7 @@ def _attend(
         sight = _sight(jnp.broadcast_to(segment.visible[:, None], visible.shape), before, total, held, window)
         part = _merge(part, _attend_shared(flat, segment.layers[0], segment, sight, window, reach, how), how.arithmetic)
         before = before + segment.visible
-    out = part.out / part.total[..., None]
+    out = part.out * (1 / part.total)[..., None]
     return out.astype(q.dtype).reshape(q.shape)
 
 

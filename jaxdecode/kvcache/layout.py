@@ -315,7 +315,7 @@ def encoded(k: jax.Array, v: jax.Array, like: AnyBlock) -> AnyBlock:
     def rounded(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
         wide = x.astype(jnp.float32)
         scale = jnp.max(jnp.abs(wide), axis=axis) * np.float32(1 / 127)
-        steps = wide / jnp.expand_dims(jnp.where(scale > 0, scale, 1), axis)
+        steps = wide * jnp.expand_dims(1 / jnp.where(scale > 0, scale, 1), axis)  # not `/`: see linear.int8
         return jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scale
 
     (k, k_scale), (v, v_scale) = rounded(k, 2), rounded(v, 3)

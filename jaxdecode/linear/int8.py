@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdecode.meshes import DATA, size_of
@@ -31,10 +32,16 @@ def product(w: QTensor, x: jax.Array) -> jax.Array:
     return (_rounded(w, x) if w.scheme == "int8" else _digits(w, x)) * scale
 
 
-def _scale(x: jax.Array) -> jax.Array:
-    """One scale per row of x[K,R], [1,R]: the largest magnitude is 127. NaN stays NaN, and makes its row NaN."""
-    scale = jnp.max(jnp.abs(x), axis=0, keepdims=True) / 127
-    return jnp.where(scale == 0, 1, scale)
+def _scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One scale per row of x[K,R], [1,R], of which the largest magnitude is 127, and its reciprocal.
+
+    By that x is multiplied: XLA turns a division by what is one number for many into that by itself, but not in every
+    program, and a code that hangs on it would be another one over a mesh. NaN stays NaN, and makes its row NaN; a row
+    is zero whose scale is no normal number.
+    """
+    scale = jnp.max(jnp.abs(x), axis=0, keepdims=True) * np.asarray(1 / 127, x.dtype)
+    scale = jnp.where(scale < jnp.finfo(x.dtype).tiny, 1, scale)
+    return scale, 1 / scale
 
 
 def _integer(codes: jax.Array, x: jax.Array) -> jax.Array:
@@ -42,32 +49,32 @@ def _integer(codes: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _rounded(w: QTensor, x: jax.Array) -> jax.Array:
-    scale = _scale(x)
+    scale, inverse = _scale(x)
 
-    def default(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
-        return _integer(codes, jnp.round(x / scale).astype(jnp.int8))
+    def default(codes: jax.Array, x: jax.Array, inverse: jax.Array) -> jax.Array:
+        return _integer(codes, jnp.round(x * inverse).astype(jnp.int8))
 
-    def pairs(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+    def pairs(codes: jax.Array, x: jax.Array, inverse: jax.Array) -> jax.Array:
         """One row on every device, which is padded where it lies."""
-        out = default(codes, *(jnp.repeat(y, 2, axis=1) for y in (x, scale)))
+        out = default(codes, *(jnp.repeat(y, 2, axis=1) for y in (x, inverse)))
         return out.reshape(out.shape[0], -1, 2)[:, :, 0]
 
-    def cpu(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+    def cpu(codes: jax.Array, x: jax.Array, inverse: jax.Array) -> jax.Array:
         if 1 < x.shape[1] == size_of(DATA):
-            return pairs(codes, x, scale)
+            return pairs(codes, x, inverse)
         if x.shape[1] > 1:
-            return default(codes, x, scale)
+            return default(codes, x, inverse)
         if _FUSES_CONVERT:
-            return _one_row(codes, x, scale)
-        return default(codes, jnp.tile(x, (1, 2)), jnp.tile(scale, (1, 2)))[:, :1]
+            return _one_row(codes, x, inverse)
+        return default(codes, jnp.tile(x, (1, 2)), jnp.tile(inverse, (1, 2)))[:, :1]
 
-    return lax.platform_dependent(w.codes, x, scale, cpu=cpu, default=default).astype(x.dtype) * scale
+    return lax.platform_dependent(w.codes, x, inverse, cpu=cpu, default=default).astype(x.dtype) * scale
 
 
 _FUSES_CONVERT = jax.__version_info__ < (0, 10, 2)
 
 
-def _one_row(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _one_row(codes: jax.Array, x: jax.Array, inverse: jax.Array) -> jax.Array:
     """The integer product with x[K,1] as XLA:CPU before 0.10.2 makes it at the speed of memory.
 
     There a converted weight is read by the product itself, unless the conversion is hoisted out of the decode loop: the
@@ -77,14 +84,15 @@ def _one_row(codes: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
     """
     wide = jnp.float32 if x.shape[0] * 127 * 127 < 2**24 else jnp.int32
     codes, x = lax.optimization_barrier((codes, x))
-    rounded = lax.div(jnp.round(x / scale).astype(wide), (x == x).astype(wide))
+    rounded = lax.div(jnp.round(x * inverse).astype(wide), (x == x).astype(wide))
     return lax.dot_general(codes.astype(wide), rounded, _CONTRACT, preferred_element_type=wide).astype(jnp.int32)
 
 
 def _digits(w: QTensor, x: jax.Array) -> jax.Array:
     def cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
-        scale, base = _scale(x), 128  # a power of 2: fused or not, what is put together below rounds alike
-        rest, digits = x / scale, []
+        base = 128  # a power of 2: fused or not, what is put together below rounds alike
+        scale, inverse = _scale(x)
+        rest, digits = x * inverse, []
         for _ in range(3):
             digit = jnp.round(rest)
             digits.append(digit.astype(jnp.int8))

@@ -35,7 +35,7 @@ def route(
     law = arithmetic.softmax(linear.matmul(params["router"], x, wide), 0)
     weight, chosen = lax.top_k(law.T, config.experts_per_token)
     if config.norm_expert_weights:
-        weight = weight / arithmetic.sum(weight, 1)
+        weight = weight * (1 / arithmetic.sum(weight, 1))
     order = jnp.argsort(chosen, axis=1)  # sums then do not depend on which expert is preferred
     return jnp.take_along_axis(chosen, order, axis=1), jnp.take_along_axis(weight, order, axis=1).astype(x.dtype)
 
