@@ -23,6 +23,8 @@ _LOG2_E = np.float32(1.4426950408889634)
 # ln 2 as a number of 9 bits, whose products with whole numbers are exact, and the rest (Cody and Waite 1980)
 _LN2, _LN2_REST = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LOWEST, _HIGHEST = np.float32(-87.33), np.float32(87.33)  # exp and its inverse are normal floats between them
+# (tanh(x) / x - 1) / x^2 for |x| < 0.625, highest power of x^2 first, as there
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 # (exp(r) - 1 - r) / r^2 for |r| <= ln(2) / 2, highest power first, as in Cephes (S. Moshier): exp(r) within 1.1e-9
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
@@ -34,6 +36,7 @@ class Arithmetic(NamedTuple):
     product: Callable[[jax.Array], jax.Array]
     exp: Callable[[jax.Array], jax.Array]
     rsqrt: Callable[[jax.Array], jax.Array]
+    tanh: Callable[[jax.Array], jax.Array]
 
     def mean(self, x: jax.Array, axis: int) -> jax.Array:
         return self.product(self.sum(x, axis) / x.shape[axis])
@@ -43,6 +46,16 @@ class Arithmetic(NamedTuple):
             return jax.nn.softmax(x, axis)
         weight = self.exp(x - jnp.max(x, axis, keepdims=True))
         return weight * (1 / self.sum(weight, axis))
+
+    def capped(self, x: jax.Array, cap: float | None) -> jax.Array:
+        """c tanh(x / c): near x where that is small, never beyond c."""
+        return x if cap is None else self.product(self.tanh(x / cap) * cap)
+
+    def gelu_tanh(self, x: jax.Array) -> jax.Array:
+        if self is PLAIN:
+            return jax.nn.gelu(x, approximate=True)
+        inside = x + self.product(np.asarray(0.044715, x.dtype) * (x * x * x))
+        return x * (0.5 + self.product(0.5 * self.tanh(np.asarray(np.sqrt(2 / np.pi), x.dtype) * inside)))
 
     def silu(self, x: jax.Array) -> jax.Array:
         return jax.nn.silu(x) if self is PLAIN else x / (1 + self.exp(-x))
@@ -114,5 +127,26 @@ def _rsqrt(x: jax.Array) -> jax.Array:
     return _on_cpu(lambda x: 1 / _as_rounded(jnp.sqrt(x)), lax.rsqrt, x)
 
 
-PLAIN = Arithmetic(_plain_sum, lambda x: x, jnp.exp, lax.rsqrt)
-STEADY = Arithmetic(_sum, _product, _exp, _rsqrt)
+@jax.custom_jvp
+def _tanh(x: jax.Array) -> jax.Array:
+    return _on_cpu(_odd, jnp.tanh, x) if x.dtype == jnp.float32 else jnp.tanh(x)
+
+
+@_tanh.defjvp
+def _tanh_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    y = _tanh(*primals)
+    return y, (1 - y * y) * tangents[0]
+
+
+def _odd(x: jax.Array) -> jax.Array:
+    """tanh within 2 units in the last place."""
+    size = jnp.abs(x)
+    square, p = x * x, jnp.float32(0)
+    for coefficient in _TANH:
+        p = p * square + np.float32(coefficient)
+    far = jnp.sign(x) * (1 - 2 / (_polynomial(2 * size) + 1))
+    return jnp.where(size < 0.625, _as_rounded(p * square * x) + x, far)
+
+
+PLAIN = Arithmetic(_plain_sum, lambda x: x, jnp.exp, lax.rsqrt, jnp.tanh)
+STEADY = Arithmetic(_sum, _product, _exp, _rsqrt, _tanh)

@@ -149,8 +149,8 @@ def _bytes(tree: Any, shape: Any) -> int:
 
 # ---------------------------------------------------------------- bits
 def bits() -> dict[str, dict[str, list[int]]]:
-    """Of float32 and int8 with steady arithmetic, by mesh: logits of a prefill and a loop that differ from those of one
-    device in any bit, of how many; bytes that the program needs beside its arguments, and of the codes on a device.
+    """Of float32, and of int8 with steady arithmetic, by mesh: logits of a prefill and a loop that differ from those of
+    one device in any bit, of how many; bytes that the program needs beside its arguments, and of the codes on a device.
     """
     config = TransformerConfig(2048, 256, 2, 8, 8, 32, 768, 64)
     given = init_params(config, jax.random.key(5))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxdecode as jd
 from jaxdecode.arithmetic import PLAIN, STEADY
+from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
 
 ULP = 2.0**-23
 
@@ -81,7 +85,68 @@ def test_rsqrt_is_that_of_numpy_to_the_last_bit() -> None:
         assert found.tolist() == (np.float32(1) / np.sqrt(x[:count])).tolist()
 
 
+def test_tanh_is_within_two_units_in_the_last_place() -> None:
+    x = np.concatenate([np.linspace(-12, 12, 200_001), np.random.default_rng(5).normal(0, 0.3, 100_000)]).astype(
+        np.float32
+    )
+    exact = np.tanh(x.astype(np.float64))
+    found = np.asarray(jax.jit(STEADY.tanh)(x), np.float64)
+    assert np.abs(found - exact).max() < 2.0**-24 * 1.5
+    assert np.abs(found / np.where(exact == 0, 1, exact) - (exact != 0)).max() < 2 * ULP
+    assert np.asarray(STEADY.tanh(jnp.array([0.0, -0.0, np.inf, -np.inf]))).tolist() == [0, 0, 1, -1]
+    assert np.isnan(STEADY.tanh(jnp.float32(np.nan)))
+    slopes = jax.vmap(jax.grad(STEADY.tanh))(jnp.asarray(x[:1000]))
+    np.testing.assert_allclose(slopes, 1 - np.tanh(x[:1000].astype(np.float64)) ** 2, atol=3e-7)
+
+
+def test_gelu_and_caps_are_the_usual_ones() -> None:
+    x = jnp.asarray(5 * np.random.default_rng(6).normal(size=(6, 50)).astype(np.float32))
+    np.testing.assert_allclose(STEADY.gelu_tanh(x), jax.nn.gelu(x, approximate=True), rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(STEADY.capped(x, 3.0), 3 * np.tanh(np.asarray(x) / 3), rtol=1e-6)
+    assert STEADY.capped(x, None) is x
+
+
 def test_softmax_and_silu_are_the_usual_ones() -> None:
     x = 5 * np.random.default_rng(3).normal(size=(6, 50)).astype(np.float32)
     np.testing.assert_allclose(STEADY.softmax(jnp.asarray(x), 1), jax.nn.softmax(x, 1), rtol=2e-6, atol=1e-9)
     np.testing.assert_allclose(STEADY.silu(jnp.asarray(x)), jax.nn.silu(x), rtol=2e-6, atol=1e-9)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"norm": "layer", "qkv_bias": True, "out_bias": True, "mlp_bias": True, "gated": False, "activation": "gelu"},
+    {
+        "activation": "gelu_tanh",
+        "qk_norm": True,
+        "norm_place": "both",
+        "attention_softcap": 50.0,
+        "logit_softcap": 30.0,
+    },
+    {"n_experts": 4, "experts_per_token": 2},
+]
+
+
+@pytest.mark.parametrize("more", OTHERS)
+def test_a_row_of_int8_has_the_same_bits_in_every_batch(more: dict[str, Any]) -> None:
+    config = TransformerConfig(512, 192, 1, 6, 2, 32, 384, 64, **more)
+    params = jd.quantize(init_params(config, jax.random.key(0)), "int8")
+    tokens = jax.random.randint(jax.random.key(1), (9, 12), 0, 512)
+
+    def logits(arithmetic: Any, batch: int) -> np.ndarray:
+        model = transformer(config, arithmetic=arithmetic)
+
+        def run(params: Any, tokens: jax.Array) -> jax.Array:
+            def step(cache: Any, token: jax.Array) -> Any:
+                logits, cache = model.apply(params, token[:, None], cache)
+                return cache, logits[:, -1]
+
+            first, cache = model.apply(params, tokens[:, :6], model.init_cache(params, batch, 12))
+            return jnp.concatenate([first.swapaxes(0, 1), jax.lax.scan(step, cache, tokens[:, 6:].T)[1]])
+
+        return np.asarray(jax.jit(run)(params, tokens[:batch]))
+
+    whole = logits(STEADY, 9)
+    for batch in (1, 3):
+        assert (logits(STEADY, batch) == whole[:, :batch]).all(), batch
+    if not more:
+        assert (logits(PLAIN, 3) != logits(PLAIN, 9)[:, :3]).any()

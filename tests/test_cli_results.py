@@ -191,7 +191,7 @@ def test_the_fields_of_a_record(tmp_path: Path) -> None:
     assert record["versions"]["jaxdecode"] == jd.__version__
     assert record["versions"]["jax"] == jax.__version__
     assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    kinds = {"dtype": "float32", "quantize": None, "cache_dtype": None, "context_length": None}
+    kinds = {"dtype": "float32", "quantize": None, "cache_dtype": None, "context_length": None, "steady": False}
     assert record["model"] == {"source": "toy", **kinds, "files": []}
     ids = LOADED.tokenizer.encode("hello ")
     assert record["prompt"] == {"text": "hello ", "system": None, "chat": False, "ids": ids}

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxdecode.arithmetic import PLAIN, STEADY
 from jaxdecode.base import Model, Params
 from jaxdecode.checkpoint import converted
 from jaxdecode.checkpoint.catalogue import CATALOGUE, TOY
@@ -77,6 +78,7 @@ def load(
     quantize: Scheme | None = None,
     cache_dtype: DTypeLike | None = None,
     context_length: int | None = None,
+    steady: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
@@ -87,7 +89,8 @@ def load(
     of keys and values in the cache: another float, int8 or int4, a quarter or a seventh (None: that of the params).
     context_length: tokens of the longest text, prompt and output (None: what the file says); models with LongRoPE or
     dynamic scaling turn short texts another way than long ones, and are loaded for the original context unless this
-    says more. mesh: params lie over its devices by the rules of ``jaxdecode.meshes``, each device reading its part of
+    says more. steady: with ``jaxdecode.arithmetic.STEADY``, by which int8 weights give the same over other meshes
+    and batches. mesh: params lie over its devices by the rules of ``jaxdecode.meshes``, each device reading its part of
     the file; run under ``jax.set_mesh(mesh)``. The first load of a file converts it into the user's cache
     (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. What ``save``
     wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
@@ -110,11 +113,12 @@ def load(
         require(cache_dtype is None, "cache_dtype", "None for toy (its cache is the last token)", cache_dtype)
         require(quantize is None, "quantize", "None for toy (a table, no matrix to multiply by)", quantize)
         require(context_length is None, "context_length", "None for toy", context_length)
+        require(not steady, "steady", "False for toy (it computes nothing)", steady)
         return _toy(kind, mesh)
     progress = progress or (lambda text, fraction: None)
     copy = _copy(find(source, progress), kind, quantize, progress)
     config = copy.config if context_length is None else copy.config.with_context(context_length)
-    model = transformer(config, cache_dtype=cache_dtype)
+    model = transformer(config, cache_dtype=cache_dtype, arithmetic=STEADY if steady else PLAIN)
     params = params_from_names(config, copy.leaves)
     params = jax.device_put(params) if mesh is None else shard(config, params, mesh)
     return Loaded(model, params, copy.tokenizer, config, copy.generation)

@@ -62,6 +62,9 @@ MeshOption = Annotated[
         "--mesh", metavar="AXES", help="Many devices: data=N for rows, tensor=N for weights, or both with ','."
     ),
 ]
+Steady = Annotated[
+    bool, typer.Option("--steady", help="Arithmetic by which int8 gives the same over other meshes; a tenth slower.")
+]
 NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")
 ]
@@ -180,6 +183,7 @@ def generate(
         typer.Option(metavar="N", min=1, help="The most tokens a model drafts at once (7).", rich_help_panel=DRAFTS),
     ] = None,
     mesh: MeshOption = None,
+    steady: Steady = False,
     no_compile_cache: NoCompileCache = False,
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
@@ -227,6 +231,7 @@ def generate(
         cache_dtype=cache_dtype,
         context_length=context_length,
         mesh=mesh,
+        steady=steady,
     )
     joining = Joining(coordinator, num_processes, process_id, process_timeout)
     raise typer.Exit(run(prompt, request, joining))

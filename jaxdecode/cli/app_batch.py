@@ -17,6 +17,7 @@ from jaxdecode.cli.app import (
     NoCompileCache,
     Quantize,
     Seed,
+    Steady,
     Temperature,
     TopK,
     TopP,
@@ -95,6 +96,7 @@ def batch(
     cache_dtype: CacheDtype = None,
     context_length: ContextLength = None,
     mesh: MeshOption = None,
+    steady: Steady = False,
     no_compile_cache: NoCompileCache = False,
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
@@ -133,6 +135,7 @@ def batch(
         cache_dtype=cache_dtype,
         context_length=context_length,
         mesh=mesh,
+        steady=steady,
     )
     asked = Asked(
         source, target, slots, shard_of(shard), order == "input", resume, share_prefixes and not invariant, record

@@ -115,6 +115,7 @@ def _same(asked: Asked, defaults: Request) -> dict[str, Any]:
     """What a run must have in common with the one that it goes on with."""
     ignored: tuple[str, ...] = ("record", "json", "stream", "compile_cache", "draft")
     ignored += ("mesh",) if defaults.mesh is None else ()
+    ignored += ("steady",) if not defaults.steady else ()
     request = {name: value for name, value in defaults._asdict().items() if name not in ignored}
     return {**request, "shard": asked.shard, "order": "input" if asked.in_order else "finished"}
 

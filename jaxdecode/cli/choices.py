@@ -67,11 +67,12 @@ class Request(NamedTuple):
     cache_dtype: str | None = None
     context_length: int | None = None
     mesh: str | None = None
+    steady: bool = False
 
     @property
     def loading(self) -> dict[str, Any]:
         """How a model is loaded: arguments of ``jaxdecode.load``."""
-        names = ("dtype", "quantize", "cache_dtype", "context_length")
+        names = ("dtype", "quantize", "cache_dtype", "context_length", "steady")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -67,6 +67,7 @@ def request_of(record: Mapping[str, Any]) -> Request:
             compile_cache=True,
             draft=Draft() if draft is None else _draft(model["source"], draft),
             mesh=record.get("mesh"),
+            steady=model.get("steady", False),
         )
 
 

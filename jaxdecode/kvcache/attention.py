@@ -111,8 +111,7 @@ def _attend_block(q: jax.Array, block: AnyBlock, seen: jax.Array, how: _How) -> 
     if isinstance(block, Int8Block):
         scores = scores * block.k_scale[:, :, None].astype(wide)
     scores = how.arithmetic.product(scores * (q.shape[-1] ** -0.5))
-    if how.softcap is not None:
-        scores = how.arithmetic.product(jnp.tanh(scores / how.softcap) * how.softcap)
+    scores = how.arithmetic.capped(scores, how.softcap)
     scores = jnp.where(seen[:, None], scores, HIDDEN)
     top = jnp.max(scores, axis=-1)
     weight = how.arithmetic.exp(scores - lax.stop_gradient(top)[..., None])

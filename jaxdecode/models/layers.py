@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,9 @@ from jaxdecode.models import experts
 from jaxdecode.models.config import TransformerConfig
 from jaxdecode.models.scaling import frequencies, turn_scale
 
-__all__ = ["Angles", "angles", "capped", "layer", "norm"]
+__all__ = ["Angles", "angles", "layer", "norm"]
 
 Angles = tuple[jax.Array, jax.Array]
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
 
 
 def norm(config: TransformerConfig, params: Params, name: str, x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
@@ -46,11 +41,6 @@ def _norm_heads(x: jax.Array, scale: jax.Array, eps: float, arithmetic: Arithmet
 def _norm_together(x: jax.Array, scale: jax.Array, eps: float, arithmetic: Arithmetic) -> jax.Array:
     """RMSNorm over the features of all heads of x[heads, h, R]."""
     return _norm_heads(x.reshape(1, -1, x.shape[2]), scale, eps, arithmetic).reshape(x.shape)
-
-
-def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """c tanh(x / c): near x where that is small, never beyond c."""
-    return x if cap is None else jnp.tanh(x / cap) * cap
 
 
 def angles(config: TransformerConfig, position: jax.Array, dtype: DTypeLike, local: bool = False) -> Angles:
@@ -113,7 +103,8 @@ def _attention(
 
 
 def _mlp(config: TransformerConfig, params: Params, x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
-    activation = arithmetic.silu if config.activation == "silu" else _ACTIVATIONS[config.activation]
+    own = {"silu": arithmetic.silu, "gelu_tanh": arithmetic.gelu_tanh}
+    activation = own.get(config.activation, functools.partial(jax.nn.gelu, approximate=False))
     if config.n_experts:
         return experts.mix(config, params, x, activation, arithmetic)
     name = "gate_up" if config.gated else "up"

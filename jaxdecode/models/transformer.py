@@ -22,7 +22,7 @@ from jaxdecode import checks, kvcache, linear
 from jaxdecode.arithmetic import PLAIN, Arithmetic
 from jaxdecode.base import Model, Params
 from jaxdecode.models.config import TransformerConfig, init_params, param_shapes
-from jaxdecode.models.layers import Angles, angles, capped, layer, norm
+from jaxdecode.models.layers import Angles, angles, layer, norm
 from jaxdecode.models.scaling import DynamicScaling, LongRope, RopeScaling, Scaling, YarnScaling, frequencies
 
 __all__ = [
@@ -91,7 +91,7 @@ def _head(
     wide = np.promote_types(x.dtype, np.float32)
     logits = linear.matmul(params["embed"] if config.tied else params["head"], normed, wide)
     # XLA:CPU would draw the transposition into the product, which is then 10 times slower for 2 to 7 columns.
-    logits = capped(jax.lax.optimization_barrier(logits), config.logit_softcap)
+    logits = arithmetic.capped(jax.lax.optimization_barrier(logits), config.logit_softcap)
     return logits.T.reshape(batch, count, config.vocab_size)
 
 
