@@ -128,6 +128,19 @@ def test_vmap_over_weights_and_gradients_of_activations() -> None:
     np.testing.assert_allclose(gradient, np.tile(values(each[0]).sum(0)[:, None], 2), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int8_weights"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gradients_pass_straight_through_rounded_activations(scheme: str, rows: int) -> None:
+    """Those of the dequantized product: what is computed has slopes of 0 and steps."""
+    w = jd.quantize({"w": jax.random.normal(jax.random.key(0), (24, 40))}, scheme)["w"]
+    x, c = (jax.random.normal(jax.random.key(i), (size, rows)) for i, size in ((1, 40), (2, 24)))
+    gradient = jax.jit(jax.grad(lambda x: (linear.matmul(w, x) * c).sum()))(x)
+    np.testing.assert_allclose(gradient, values(w).T @ np.asarray(c, np.float64), rtol=1e-4, atol=1e-4)
+    value, slope = jax.jvp(lambda x: linear.matmul(w, x), (x,), (x,))
+    assert np.asarray(value).tolist() == np.asarray(linear.matmul(w, x)).tolist()
+    np.testing.assert_allclose(slope, values(w) @ np.asarray(x, np.float64), rtol=1e-4, atol=1e-4)
+
+
 def test_export_for_every_platform() -> None:
     w, x = weight("int3_affine_g32"), jnp.ones((K, 1))
     leaves, tree = jax.tree.flatten(w)

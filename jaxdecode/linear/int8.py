@@ -13,6 +13,8 @@ number of rows. Three digits carry 21 bits of the largest activation of a row, w
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +30,25 @@ _CONTRACT = (((1,), (0,)), ((), ()))
 
 def product(w: QTensor, x: jax.Array) -> jax.Array:
     """``W[N,K] @ x[K,R]`` -> [N,R] in the dtype of x, float32 or wider."""
-    scale = w.scale.astype(x.dtype)[:, None]
-    return (_rounded(w, x) if w.scheme == "int8" else _digits(w, x)) * scale
+    return _by_codes(w.scheme == "int8", w.codes, x) * w.scale.astype(x.dtype)[:, None]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _by_codes(rounds: bool, codes: jax.Array, x: jax.Array) -> jax.Array:
+    return _rounded(codes, x) if rounds else _digits(codes, x)
+
+
+@_by_codes.defjvp
+def _by_codes_jvp(
+    rounds: bool, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """As if x were not rounded (straight through, Bengio et al. 2013): of steps the slope is 0 nearly everywhere."""
+    codes, x = primals
+    return _by_codes(rounds, codes, x), _values_product(codes, tangents[1])
+
+
+def _values_product(codes: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.dot_general(codes.astype(x.dtype), x, _CONTRACT, preferred_element_type=x.dtype)
 
 
 def _scale(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -48,7 +67,7 @@ def _integer(codes: jax.Array, x: jax.Array) -> jax.Array:
     return lax.dot_general(codes, x, _CONTRACT, preferred_element_type=jnp.int32)
 
 
-def _rounded(w: QTensor, x: jax.Array) -> jax.Array:
+def _rounded(codes: jax.Array, x: jax.Array) -> jax.Array:
     scale, inverse = _scale(x)
 
     def default(codes: jax.Array, x: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -68,7 +87,7 @@ def _rounded(w: QTensor, x: jax.Array) -> jax.Array:
             return _one_row(codes, x, inverse)
         return default(codes, jnp.tile(x, (1, 2)), jnp.tile(inverse, (1, 2)))[:, :1]
 
-    return lax.platform_dependent(w.codes, x, inverse, cpu=cpu, default=default).astype(x.dtype) * scale
+    return lax.platform_dependent(codes, x, inverse, cpu=cpu, default=default).astype(x.dtype) * scale
 
 
 _FUSES_CONVERT = jax.__version_info__ < (0, 10, 2)
@@ -88,7 +107,7 @@ def _one_row(codes: jax.Array, x: jax.Array, inverse: jax.Array) -> jax.Array:
     return lax.dot_general(codes.astype(wide), rounded, _CONTRACT, preferred_element_type=wide).astype(jnp.int32)
 
 
-def _digits(w: QTensor, x: jax.Array) -> jax.Array:
+def _digits(codes: jax.Array, x: jax.Array) -> jax.Array:
     def cpu(codes: jax.Array, x: jax.Array) -> jax.Array:
         base = 128  # a power of 2: fused or not, what is put together below rounds alike
         scale, inverse = _scale(x)
@@ -100,7 +119,4 @@ def _digits(w: QTensor, x: jax.Array) -> jax.Array:
         high, middle, low = jnp.split(_integer(codes, jnp.concatenate(digits, axis=1)).astype(x.dtype), 3, axis=1)
         return (high + (middle + low / base) / base) * scale
 
-    def default(codes: jax.Array, x: jax.Array) -> jax.Array:
-        return lax.dot_general(codes.astype(x.dtype), x, _CONTRACT, preferred_element_type=x.dtype)
-
-    return lax.platform_dependent(w.codes, x, cpu=cpu, default=default)
+    return lax.platform_dependent(codes, x, cpu=cpu, default=_values_product)

@@ -107,7 +107,7 @@ def transformer(
     cache_dtype: of the KV cache: that of the params, or any float, or int8, with a scale for each token and KV head, or
     int4, with one for every 32 features of these. window_slack: most tokens that may be cut off a sliding window's end
     again, as speculation does: it costs as many slots a layer. arithmetic: ``jaxdecode.arithmetic.STEADY`` keeps
-    most last bits of float sums and products from hanging on shapes, for models that round activations. ValueError:
+    last bits of float sums and products from hanging on shapes, for models that round activations. ValueError:
     another type.
     """
     kind = None if cache_dtype is None else checks.dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
