@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxdecode as jd
-from jaxdecode import calibration
+from jaxdecode import calibration, linear
 from jaxdecode.calibration.channels import divided, links
 from jaxdecode.calibration.tuning import tune
 from jaxdecode.evaluation import evaluate
 from jaxdecode.models.transformer import TransformerConfig, init_params, transformer
+from jaxdecode.observed import rounding_costs
 from jaxdecode.quant import unpack
 
 CONFIG = TransformerConfig(61, 24, 3, 4, 2, 6, 40, context_length=64, sliding_window=(8, None, None))
@@ -119,7 +122,7 @@ def test_int8_is_calibrated_with_channels_balanced() -> None:
     """One channel of every norm is large, as the real model has them: it no longer takes the levels of the others."""
     layers = tuple({**layer, "attn_norm": layer["attn_norm"].at[3].set(60.0)} for layer in PARAMS["layers"])
     params, model = {**PARAMS, "layers": layers}, transformer(CONFIG)
-    found = calibration.calibrate(CONFIG, params, TOKENS, "int8", others="int8")
+    found = calibration.calibrate(CONFIG, params, TOKENS, "int8", others="int8", unrounded_above=np.inf)
     assert all(cost.calibrated <= cost.rounding for cost in found.costs.values())
     assert {str(layer["down"].scheme) for layer in found.params["layers"]} == {"int8"}
     assert all(layer["qkv"].codes.min() >= -127 for layer in found.params["layers"])
@@ -130,3 +133,52 @@ def test_int8_is_calibrated_with_channels_balanced() -> None:
     assert ours.kl is not None
     assert rounded.kl is not None
     assert ours.kl < 0.7 * rounded.kl
+
+
+def test_what_rounding_activations_costs_is_foretold() -> None:
+    """Half of the mean square of what it changes, of one product and of one that follows it."""
+    first, second = (0.2 * jax.random.normal(jax.random.key(i), (40, 40)) for i in range(2))
+    x, toward = jax.random.normal(jax.random.key(2), (40, 512)), jax.random.normal(jax.random.key(3), (40, 512))
+
+    def loss(params: Any, rounds: Any = None) -> jax.Array:
+        y = x
+        for name in ("first", "second"):
+            if rounds == name:
+                step = jnp.abs(y).max(0, keepdims=True) / 127
+                y = jnp.round(y / step) * step
+            y = jnp.tanh(linear.matmul(params[name], y))
+        return (toward * y).sum(0)
+
+    params = {"first": first, "second": second, "scale": jnp.ones(3)}
+    costs = jax.jit(functools.partial(rounding_costs, lambda params: loss(params).sum()))(params)
+    assert costs["scale"] is None
+    for name in ("first", "second"):
+        measured = float(jnp.square(loss(params, name) - loss(params)).sum() / 2)
+        assert abs(costs[name] / measured - 1) < 0.15, name
+
+
+def test_matrices_that_suffer_most_get_activations_that_are_not_rounded() -> None:
+    def schemes(found: calibration.Calibrated) -> dict[str, str]:
+        named = {"embed": found.params["embed"]}
+        for i, layer in enumerate(found.params["layers"]):
+            named |= {f"layers.{i}.{name}": w for name, w in layer.items() if isinstance(w, jd.QTensor)}
+        return {name: str(w.scheme) for name, w in named.items()}
+
+    model, ids = transformer(CONFIG), np.random.default_rng(10).integers(0, 61, 256).tolist()
+    how: Any = {"others": "int8", "rounds": 1}
+    none = calibration.calibrate(CONFIG, PARAMS, TOKENS, "int8", **how, unrounded_above=np.inf)
+    assert set(schemes(none).values()) == {"int8"}
+    assert none.activations.keys() == schemes(none).keys()
+    median = float(np.median(list(none.activations.values())))
+    some, every = (calibration.calibrate(CONFIG, PARAMS, TOKENS, "int8", **how, unrounded_above=x) for x in (median, 0))
+    assert set(schemes(every).values()) == {"int8_weights"}
+    assert {k for k, v in schemes(some).items() if v == "int8"} == {
+        k for k, v in none.activations.items() if v <= median
+    }
+    one, other = (x.params["layers"][0]["down"].codes for x in (none, every))
+    assert (one == other).all()
+    runs = [(model, PARAMS), *((model, found.params) for found in (none, some, every))]
+    kl = [found.kl for found in evaluate(runs, ids, window=32)[1:]]
+    assert kl[0] > kl[1] > kl[2]
+    with pytest.raises(ValueError, match=r"unrounded_above: expected a number >= 0, got -1"):
+        calibration.calibrate(CONFIG, PARAMS, TOKENS, "int8", unrounded_above=-1)

@@ -2,8 +2,8 @@
 
 Each matrix is rounded so that its products with the inputs it meets on the text change least (``rounding.py``); the
 inputs are seen by a gradient of the model itself (``jaxdecode.observed``), stage by stage (``stages.py``), each on
-what the rounded stages before it give. Finished stages are kept (``steps.py``). ``tuning.py`` goes on from there by
-gradient.
+what the rounded stages before it give. Finished stages are kept (``steps.py``). Where activations are rounded too,
+matrices that suffer most from it are let off (``activations.py``). ``tuning.py`` goes on from there by gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +23,13 @@ import numpy as np
 from jaxdecode import checks
 from jaxdecode.base import Model, Params
 from jaxdecode.caches import params_digest
+from jaxdecode.calibration.activations import costs_of_rounding, unrounded
 from jaxdecode.calibration.channels import divided, factors
 from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, aim, damped, round_matrix, round_to_bytes
 from jaxdecode.calibration.stages import Stage, Stages, one_stage, transformer_stages
 from jaxdecode.calibration.steps import Steps
 from jaxdecode.generation import vocab_size_of
-from jaxdecode.models.transformer import TransformerConfig
+from jaxdecode.models.transformer import TransformerConfig, transformer
 from jaxdecode.observed import second_moments
 from jaxdecode.quant import QTensor, Scheme, Uniform, dequantize, is_quantized, pack, parse_scheme, quantize
 from jaxdecode.quant.schemes import Range
@@ -36,6 +38,7 @@ __all__ = ["Calibrated", "MatrixCost", "Stage", "Stages", "calibrate", "one_stag
 
 OTHERS = "int8_zero_g32"  # scheme of matrices that no text can be seen to meet, such as an embedding
 TOGETHER = 2048  # tokens in a pass
+UNROUNDED_ABOVE = 2e-4  # nats of KL divergence a token
 CORRECTION = 0.0  # aiming at the model's own outputs: worse on SmolLM2 with few tokens
 
 Progress = Callable[[str, float], None]
@@ -56,12 +59,15 @@ class Calibrated(NamedTuple):
 
     exact: the float params that they stand for: those given, or the same model with other channel scales. places: how
     far from each code the number lies that would be best given all others, in steps of its grid, for `tuning.tune`.
+    activations: what rounding those of a matrix is expected to cost, nats of KL divergence a token, by the same names;
+    where they are not rounded nothing.
     """
 
     params: Params
     costs: Mapping[str, MatrixCost]
     exact: Params
     places: Mapping[str, np.ndarray]
+    activations: Mapping[str, float] = MappingProxyType({})
 
 
 def windows_of(ids: Sequence[int], count: int, width: int, key: jax.Array) -> np.ndarray:
@@ -84,6 +90,7 @@ def calibrate(
     others: Scheme = OTHERS,
     range: Range = "max",  # as in `quantize`
     balance: bool | None = None,
+    unrounded_above: float = UNROUNDED_ABOVE,
     rounds: int = ROUNDS,
     correction: float = CORRECTION,
     folder: str | os.PathLike[str] | None = None,
@@ -96,8 +103,10 @@ def calibrate(
     calibrated: embedding and output head of a config, all that multiplies nothing of a model. range: of plain rounding,
     which no row of a matrix may cost more than. correction: how far each matrix makes good for what the rounded stages
     before it have changed, 0 (keep what its own weights do) to 1. balance: move what is uneven in the inputs of a
-    layer's matrices to their weights (``channels.py``); None: if activations are rounded too, as by "int8". rounds: see
-    ``rounding.py``. folder: where finished stages are kept: the same call goes on there, to the same bits. ValueError:
+    layer's matrices to their weights (``channels.py``); None: if activations are rounded too, as by "int8".
+    unrounded_above: of "int8", matrices for which rounding activations is expected to cost more nats of KL divergence
+    than this are "int8_weights": the same codes, other products. rounds: see ``rounding.py``. folder: where finished
+    stages are kept: the same call goes on there, to the same bits. ValueError:
     a scheme with one grid for a whole tensor, ids out of range, other work in the folder.
 
     >>> from jaxdecode.models.transformer import TransformerConfig, init_params
@@ -112,6 +121,8 @@ def calibrate(
         raise ValueError(f"scheme: expected one with a grid for each group or channel, got {scheme}")
     stages = transformer_stages(model) if isinstance(model, TransformerConfig) else one_stage(model)
     tokens = np.asarray(tokens)
+    ok = isinstance(unrounded_above, (int, float)) and unrounded_above >= 0
+    checks.require(ok, "unrounded_above", "a number >= 0", unrounded_above)
     ok = isinstance(correction, (int, float)) and 0 <= correction <= 1
     checks.require(ok, "correction", "a number in [0, 1]", correction)
     checks.require(tokens.ndim == 2 and tokens.size > 0, "tokens", "an array [B,S]", f"shape {tokens.shape}")
@@ -134,7 +145,12 @@ def calibrate(
         about["params"] = params_digest(params)
     steps = Steps(folder, about)
     how = _How(uniform, rest, rounds, correction, balanced, _dtype(params))
-    return _through(stages, params, tokens.astype(np.int32), how, steps, progress)
+    found = _through(stages, params, tokens.astype(np.int32), how, steps, progress)
+    if uniform != "int8":
+        return found
+    whole = transformer(model) if isinstance(model, TransformerConfig) else model
+    costs = costs_of_rounding(whole, found.exact, tokens.astype(np.int32), jax.random.key(0))
+    return found._replace(params=unrounded(found.params, costs, unrounded_above), activations=costs)
 
 
 def _dtype(params: Params) -> Any:

@@ -146,7 +146,8 @@ def _part(leaf: Any) -> _Part:
     if isinstance(leaf, QTensor) and isinstance(leaf.scheme, Uniform) and leaf.scheme.bits < BITS:
         return _Part(*unpack(leaf), leaf.scheme)
     fixed = is_quantized(leaf) or leaf.ndim != 1 or not jnp.issubdtype(leaf.dtype, jnp.floating)
-    return _Part(None, None, dequantize(leaf) if fixed else leaf, "fixed" if fixed else "vector")
+    packed = is_quantized(leaf) and leaf.form is not None  # bytes stay: their products may round activations
+    return _Part(None, None, dequantize(leaf) if packed else leaf, "fixed" if fixed else "vector")
 
 
 def _by_name(parts: Any, places: Mapping[str, np.ndarray]) -> Any:
