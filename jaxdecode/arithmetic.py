@@ -58,8 +58,8 @@ class Arithmetic(NamedTuple):
     def gelu_tanh(self, x: jax.Array) -> jax.Array:
         if self is PLAIN:
             return jax.nn.gelu(x, approximate=True)
-        inside = x + self.product(np.asarray(0.044715, x.dtype) * (x * x * x))
-        return x * (0.5 + self.product(0.5 * self.tanh(np.asarray(np.sqrt(2 / np.pi), x.dtype) * inside)))
+        inside = x + self.product(jnp.asarray(0.044715, x.dtype) * (x * x * x))
+        return x * (0.5 + self.product(0.5 * self.tanh(jnp.asarray(np.sqrt(2 / np.pi), x.dtype) * inside)))
 
     def silu(self, x: jax.Array) -> jax.Array:
         return jax.nn.silu(x) if self is PLAIN else x / (1 + self.exp(-x))

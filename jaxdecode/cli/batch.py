@@ -113,9 +113,7 @@ def _run(asked: Asked, defaults: Request, place: Place) -> int:
 
 def _same(asked: Asked, defaults: Request) -> dict[str, Any]:
     """What a run must have in common with the one that it goes on with."""
-    ignored: tuple[str, ...] = ("record", "json", "stream", "compile_cache", "draft")
-    ignored += ("mesh",) if defaults.mesh is None else ()
-    ignored += ("steady",) if not defaults.steady else ()
+    ignored = ("record", "json", "stream", "compile_cache", "draft")
     request = {name: value for name, value in defaults._asdict().items() if name not in ignored}
     return {**request, "shard": asked.shard, "order": "input" if asked.in_order else "finished"}
 
