@@ -26,7 +26,7 @@ from jaxdecode.caches import params_digest
 from jaxdecode.calibration.activations import costs_of_rounding, unrounded
 from jaxdecode.calibration.channels import divided, factors
 from jaxdecode.calibration.rounding import DAMPING, ROUNDS, Rounded, aim, damped, round_matrix, round_to_bytes
-from jaxdecode.calibration.stages import Stage, Stages, one_stage, transformer_stages
+from jaxdecode.calibration.stages import Stage, Stages, name_of, one_stage, transformer_stages
 from jaxdecode.calibration.steps import Steps
 from jaxdecode.generation import vocab_size_of
 from jaxdecode.models.transformer import TransformerConfig, transformer
@@ -232,10 +232,6 @@ def _over(call: Any, fn: Any, part: Params, x: np.ndarray) -> np.ndarray:
     return np.concatenate([np.asarray(call(fn, part, rows)) for rows in _batches(x, x.shape[-1])])
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-
-
 def _solve(
     stage: Stage, part: Params, streams: Any, width: int, how: _How, last: bool
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
@@ -249,7 +245,7 @@ def _solve(
         out, seen = _see(stage.apply, part, rows)
         after += [] if last or len(rows) == 1 else [np.asarray(out)]
         for path, moment in jax.tree_util.tree_leaves_with_path(seen):
-            name = _name(path)
+            name = name_of(path)
             total[name] = total.get(name, np.float64(0)) + np.asarray(moment, np.float64)
     arrays: dict[str, np.ndarray] = {}
     if how.balance and stage.config is not None:
@@ -258,7 +254,7 @@ def _solve(
         total |= {name: total[name] / np.outer(s, s) for name, s in by.items()}
         arrays |= {f"{name}/divided": s for name, s in by.items()}
     for path, leaf in jax.tree_util.tree_leaves_with_path(part):
-        name = _name(path)
+        name = name_of(path)
         if (moments := total.get(name)) is None or not moments.any():
             continue
         checks.require(bool(np.isfinite(moments).all()), name, "finite inputs", "NaN or inf")
@@ -289,7 +285,7 @@ def _built(part: Params, arrays: Mapping[str, np.ndarray], how: _How) -> Params:
     """The part with the matrices that were calibrated as they were found, and plain rounding for any other."""
 
     def leaf(path: tuple[Any, ...], w: Any) -> Any:
-        name = _name(path)
+        name = name_of(path)
         if f"{name}/codes" not in arrays:
             return quantize(w, how.others) if not is_quantized(w) else w
         codes, scale, offset = (jnp.asarray(arrays[f"{name}/{kind}"]) for kind in ("codes", "scale", "offset"))

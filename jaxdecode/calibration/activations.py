@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdecode.base import Model, Params
+from jaxdecode.calibration.stages import name_of
 from jaxdecode.observed import rounding_costs
 from jaxdecode.quant import QTensor, is_quantized
 
@@ -30,7 +31,7 @@ def costs_of_rounding(model: Model, params: Params, tokens: np.ndarray, key: jax
         found = _costs(model, params, row[None], jax.random.fold_in(key, i))
         total = found if total is None else jax.tree.map(jnp.add, total, found)
     leaves = jax.tree_util.tree_leaves_with_path(total)
-    return {_name(path): float(cost) / rows.size for path, cost in leaves}
+    return {name_of(path): float(cost) / rows.size for path, cost in leaves}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -47,12 +48,8 @@ def unrounded(params: Params, costs: Mapping[str, float], above: float) -> Param
     """``params`` in which the "int8" of matrices that cost more than ``above`` is "int8_weights": the same codes."""
 
     def leaf(path: tuple[Any, ...], w: Any) -> Any:
-        if not isinstance(w, QTensor) or w.scheme != "int8" or costs.get(_name(path), 0.0) <= above:
+        if not isinstance(w, QTensor) or w.scheme != "int8" or costs.get(name_of(path), 0.0) <= above:
             return w
         return dataclasses.replace(w, scheme="int8_weights")
 
     return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_quantized)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

@@ -11,7 +11,7 @@ import jax
 from jaxdecode.base import Model, Params
 from jaxdecode.models.transformer import TransformerConfig, layerwise
 
-__all__ = ["Stage", "Stages", "one_stage", "transformer_stages"]
+__all__ = ["Stage", "Stages", "name_of", "one_stage", "transformer_stages"]
 
 Path = tuple[str | int, ...]
 
@@ -49,6 +49,11 @@ def _put(tree: Any, path: Path, part: Any) -> Any:
     if isinstance(tree, dict):
         return {**tree, key: _put(tree[key], rest, part)}
     return type(tree)(_put(x, rest, part) if i == key else x for i, x in enumerate(tree))
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """What a leaf is called by its place in a tree: "layers.0.qkv"."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 @functools.lru_cache(maxsize=64)

@@ -26,6 +26,7 @@ from jaxdecode import checks
 from jaxdecode.base import Model, Params
 from jaxdecode.caches import params_digest
 from jaxdecode.calibration.grids import stored
+from jaxdecode.calibration.stages import name_of
 from jaxdecode.calibration.steps import Steps
 from jaxdecode.quant import QTensor, Uniform, dequantize, is_quantized, pack, unpack
 from jaxdecode.quant.packing import storable
@@ -154,8 +155,7 @@ def _by_name(parts: Any, places: Mapping[str, np.ndarray]) -> Any:
     """A tree with the place of every weight that has one, else None."""
 
     def one(path: tuple[Any, ...], part: _Part) -> Any:
-        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-        return places.get(name) if part.codes is not None else None
+        return places.get(name_of(path)) if part.codes is not None else None
 
     return jax.tree_util.tree_map_with_path(one, parts, is_leaf=_is_part)
 
