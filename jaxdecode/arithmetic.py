@@ -4,11 +4,12 @@ A sum is taken in whatever order suits the shape of an array, a product that is 
 not, and a compiler may have one ``exp`` or ``rsqrt`` for vectors and another for single numbers. Such last bits do no
 harm until an activation is rounded to a code: it then may become another one, and the difference is a thousand times as
 large. ``STEADY`` leaves none of them to chance that was found, on CPUs, and takes up to a tenth longer: logits of int8
-have the same bits in batches of every size and over every mesh (tests/test_arithmetic.py, tests/test_sharding.py).
-Elsewhere it is the same as ``PLAIN``.
+have the same bits whatever the number of rows and the mesh, for prompts and caches of the same lengths
+(tests/test_arithmetic.py, tests/test_bits_over_meshes.py). The erf of exact GELU is left to the compiler. Elsewhere it
+is the same as ``PLAIN``.
 
-A division of many numbers by one is not among them: write a product with its reciprocal. XLA turns the first into the
-second in some programs and leaves it in others.
+A division of many numbers by one that is no constant is not among them: write a product with its reciprocal. XLA turns
+the first into the second in some programs and leaves it in others.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Arithmetic(NamedTuple):
         if self is PLAIN:
             return jax.nn.gelu(x, approximate=True)
         inside = x + self.product(jnp.asarray(0.044715, x.dtype) * (x * x * x))
-        return x * (0.5 + self.product(0.5 * self.tanh(jnp.asarray(np.sqrt(2 / np.pi), x.dtype) * inside)))
+        return x * (0.5 + 0.5 * self.tanh(jnp.asarray(np.sqrt(2 / np.pi), x.dtype) * inside))
 
     def silu(self, x: jax.Array) -> jax.Array:
         return jax.nn.silu(x) if self is PLAIN else x / (1 + self.exp(-x))

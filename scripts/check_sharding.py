@@ -129,14 +129,6 @@ def compared(alone: list[Row], parts: list[Row]) -> dict[str, Any]:
     return told
 
 
-def steadied(loaded: Any, steady: bool) -> Any:
-    """``loaded``, with a model of steady arithmetic if that is asked for."""
-    from jaxdecode.arithmetic import STEADY
-    from jaxdecode.models import transformer
-
-    return loaded._replace(model=transformer(loaded.config, arithmetic=STEADY)) if steady else loaded
-
-
 def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     import jax
 
@@ -145,12 +137,12 @@ def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     every = strategies()
     for scheme in asked.quantize:
-        how: Any = {"quantize": None if scheme == "none" else scheme}
-        whole = steadied(jd.load("smollm2-135m", **how), asked.steady)
+        how: Any = {"quantize": None if scheme == "none" else scheme, "steady": asked.steady}
+        whole = jd.load("smollm2-135m", **how)
         alone = {name: every[name](whole, None, asked.new_tokens) for name in asked.strategy}
         for text in asked.mesh:
             mesh = mesh_of(text)
-            loaded = steadied(jd.load("smollm2-135m", mesh=mesh, **how), asked.steady)
+            loaded = jd.load("smollm2-135m", mesh=mesh, **how)
             leaves = jax.tree.leaves(loaded.params)
             sizes = [sum(x.nbytes for x in leaves), sum(x.addressable_shards[0].data.nbytes for x in leaves)]
             for name in asked.strategy:
@@ -190,7 +182,7 @@ def main() -> int:
     parser.add_argument("--mesh", nargs="+", default=MESHES)
     parser.add_argument("--quantize", nargs="+", default=["none", "int8"])
     parser.add_argument("--strategy", nargs="+", choices=names, default=names)
-    parser.add_argument("--steady", action="store_true", help="with jaxdecode.arithmetic.STEADY")
+    parser.add_argument("--steady", action="store_true", help="models of steady arithmetic")
     parser.add_argument("--processes", type=int, default=1, choices=(1, 2, 4, 8))
     asked = parser.parse_args()
     place = os.environ.get(TOGETHER)

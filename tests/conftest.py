@@ -28,8 +28,9 @@ LOGIC += ("penalties", "processes", "processing_bad_input", "ray", "scale", "sco
 LOGIC += ("settings", "process_meshes", "sharding", "speculative", "temperature", "tokenizer", "transforms_table")
 # The files that run on the newest Python too when both are tested: those that hang on the version of jax, and those
 # that go through all parts of the library. (`scripts/test --python 3.13` runs all.)
-BOTH = ("cli_process", "engine.py", "exporting", "jax_faults", "kvcache.py", "operation_counts", "package", "programs")
-BOTH += ("processes", "quant.py", "quant_products", "real_model", "transformer.py")
+BOTH = ("arithmetic", "bits_over_meshes", "cli_process", "engine.py", "exporting", "jax_faults", "kvcache.py")
+BOTH += ("operation_counts", "package", "programs", "processes", "quant.py", "quant_products", "real_model")
+BOTH += ("transformer.py",)
 
 # Long ones of their tests that ask nothing which others of them do not ask.
 ONCE = ("test_bf16", "test_goldens_with_drafts", "test_goldens_alone", "test_an_int8_cache", "test_int8_weights_change")

@@ -1,6 +1,7 @@
 """What `test_sharding.py` runs on 8 virtual devices, in a process of its own: the same on a mesh and on one device.
 
-Prints a JSON object. ``python sharded_runs.py --all`` runs every strategy of every model on every mesh.
+Prints a JSON object. ``python sharded_runs.py --all`` runs every strategy of every model on every mesh, ``--bits`` what
+`test_bits_over_meshes.py` compares.
 """
 
 from __future__ import annotations
@@ -271,16 +272,19 @@ SHORT = {
 
 
 def main() -> None:
+    if "--bits" in sys.argv:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = bits()
+        sys.stdout.write(json.dumps(found))
+        return
     which = SHORT
     if "--all" in sys.argv:
         which = {name: dict.fromkeys(MESHES, ALL) for name in SHORT}
     told: dict[str, Any] = {"runs": []}
     with contextlib.redirect_stdout(sys.stderr):
-        for found in runs(which):
-            told["runs"].append(found)
+        told["runs"] += runs(which)
         told["programs"] = programs(MESHES[0], 8192)
         told["experts"] = experts(MESHES[1])
-        told["bits"] = bits()
         told["filters"] = filters(MESHES[1])
         told["reading"] = reading(MESHES[0])
         told["parts"] = whole_or_parts(mesh_of(MESHES[1]))

@@ -182,3 +182,18 @@ def test_matrices_that_suffer_most_get_activations_that_are_not_rounded() -> Non
     assert kl[0] > kl[1] > kl[2]
     with pytest.raises(ValueError, match=r"unrounded_above: expected a number >= 0, got -1"):
         calibration.calibrate(CONFIG, PARAMS, TOKENS, "int8", unrounded_above=-1)
+
+
+def test_the_head_may_be_let_off_alone_and_tuning_keeps_what_bytes_round() -> None:
+    """Layers that are packed, and tuned beside a head that rounds activations or not: another loss."""
+    how: Any = {"others": "int8", "rounds": 1}
+    found, other = (
+        calibration.calibrate(CONFIG, PARAMS, TOKENS, "int4_even_g8", **how, unrounded_above=x) for x in (np.inf, 0)
+    )
+    assert list(found.activations) == ["embed"]
+    assert [str(x.params["embed"].scheme) for x in (found, other)] == ["int8", "int8_weights"]
+    model, key = transformer(CONFIG), jax.random.key(3)
+    tuned = [tune(model, PARAMS, x.params, TOKENS, steps=2, key=key)["norm"] for x in (found, other)]
+    assert (tuned[0] != tuned[1]).any()
+    with pytest.raises(ValueError, match=r"tokens: expected at most 64 in a row, the context, got 65"):
+        calibration.calibrate(CONFIG, PARAMS, np.zeros((2, 65), np.int32), "int8")

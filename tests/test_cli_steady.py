@@ -61,3 +61,11 @@ def test_a_batch_goes_on_only_with_the_same(model: str, tmp_path: Path, asked: l
     assert asked == [True, True]
     assert_bad(call(*arguments), "steady")
     assert call(*arguments, "--steady").code == 0
+
+
+def test_nor_with_another_mesh(model: str, tmp_path: Path) -> None:
+    source, target = (str(tmp_path / name) for name in ("in.jsonl", "out.jsonl"))
+    Path(source).write_text('{"id": 1, "prompt": "the land"}\n')
+    arguments = ("batch", "--model", model, *FEW, source, target)
+    assert call(*arguments, "--mesh", "tensor=1").code == 0
+    assert_bad(call(*arguments), "begun with mesh 'tensor=1', expected the same, got None")

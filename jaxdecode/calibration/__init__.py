@@ -59,8 +59,8 @@ class Calibrated(NamedTuple):
 
     exact: the float params that they stand for: those given, or the same model with other channel scales. places: how
     far from each code the number lies that would be best given all others, in steps of its grid, for `tuning.tune`.
-    activations: what rounding those of a matrix is expected to cost, nats of KL divergence a token, by the same names;
-    where they are not rounded nothing.
+    activations: what rounding those of a matrix is expected to cost, nats of KL divergence a token, by name: of the
+    matrices that "int8", as scheme or as others, was asked for.
     """
 
     params: Params
@@ -128,6 +128,9 @@ def calibrate(
     checks.require(tokens.ndim == 2 and tokens.size > 0, "tokens", "an array [B,S]", f"shape {tokens.shape}")
     size = model.vocab_size if isinstance(model, TransformerConfig) else vocab_size_of(model, params)
     checks.token_ids(tokens, size, "tokens")
+    if isinstance(model, TransformerConfig):
+        limit = model.context_length
+        checks.require(tokens.shape[1] <= limit, "tokens", f"at most {limit} in a row, the context", tokens.shape[1])
     codes = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
     checks.require(not codes, "params", "arrays", "quantized ones")
     digest = hashlib.sha256(tokens.astype(np.int32).tobytes()).hexdigest()
@@ -146,10 +149,15 @@ def calibrate(
     steps = Steps(folder, about)
     how = _How(uniform, rest, rounds, correction, balanced, _dtype(params))
     found = _through(stages, params, tokens.astype(np.int32), how, steps, progress)
-    if uniform != "int8":
+    if "int8" not in (uniform, rest):
         return found
+    if progress is not None:
+        progress("measuring what rounded activations cost", 1.0)
     whole = transformer(model) if isinstance(model, TransformerConfig) else model
-    costs = costs_of_rounding(whole, found.exact, tokens.astype(np.int32), jax.random.key(0))
+    costs = costs_of_rounding(whole, jax.tree.map(_wide, found.exact), tokens.astype(np.int32), jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(found.params, is_leaf=is_quantized)
+    rounds_activations = {name_of(path) for path, w in leaves if isinstance(w, QTensor) and w.scheme == "int8"}
+    costs = {name: cost for name, cost in costs.items() if name in rounds_activations}
     return found._replace(params=unrounded(found.params, costs, unrounded_above), activations=costs)
 
 

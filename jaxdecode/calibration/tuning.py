@@ -73,6 +73,8 @@ def tune(
     about: dict[str, Any] = {"steps": steps, "rates": [rate, code_rate], "tokens": digest, "shape": list(tokens.shape)}
     if folder is not None:
         about["params"] = [params_digest(params), params_digest(quantized)]
+        leaves = jax.tree.leaves(quantized, is_leaf=is_quantized)
+        about["schemes"] = [str(leaf.scheme) for leaf in leaves if isinstance(leaf, QTensor)]
     kept = Steps(folder, about)
     parts = jax.tree.map(_part, quantized, is_leaf=is_quantized)
     state = _start(parts, params, _by_name(parts, places or {}), code_rate > 0)
@@ -147,8 +149,8 @@ def _part(leaf: Any) -> _Part:
     if isinstance(leaf, QTensor) and isinstance(leaf.scheme, Uniform) and leaf.scheme.bits < BITS:
         return _Part(*unpack(leaf), leaf.scheme)
     fixed = is_quantized(leaf) or leaf.ndim != 1 or not jnp.issubdtype(leaf.dtype, jnp.floating)
-    packed = is_quantized(leaf) and leaf.form is not None  # bytes stay: their products may round activations
-    return _Part(None, None, dequantize(leaf) if packed else leaf, "fixed" if fixed else "vector")
+    stays = isinstance(leaf, QTensor) and leaf.form is None  # bytes: their products may round activations
+    return _Part(None, None, dequantize(leaf) if fixed and not stays else leaf, "fixed" if fixed else "vector")
 
 
 def _by_name(parts: Any, places: Mapping[str, np.ndarray]) -> Any:

@@ -89,14 +89,14 @@ def load(
     of keys and values in the cache: another float, int8 or int4, a quarter or a seventh (None: that of the params).
     context_length: tokens of the longest text, prompt and output (None: what the file says); models with LongRoPE or
     dynamic scaling turn short texts another way than long ones, and are loaded for the original context unless this
-    says more. steady: with ``jaxdecode.arithmetic.STEADY``, by which int8 weights give the same over other meshes
-    and batches. mesh: params lie over its devices by the rules of ``jaxdecode.meshes``, each device reading its part of
-    the file; run under ``jax.set_mesh(mesh)``. The first load of a file converts it into the user's cache
-    (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. What ``save``
-    wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they are not
-    here, unless JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme, damaged or
-    unsupported file; FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a package that is
-    missing.
+    says more. steady: with ``jaxdecode.arithmetic.STEADY``, by which int8 gives the same over other meshes and in
+    batches of other sizes on a CPU. mesh: params lie over its devices by the rules of ``jaxdecode.meshes``, each device
+    reading its part of the file; run under ``jax.set_mesh(mesh)``. The first load of a file converts it into the user's
+    cache (``$JAXDECODE_CACHE``), telling ``progress(text, fraction)``; later ones map that copy into memory. What
+    ``save`` wrote is mapped as it is, unless it is to be quantized. Catalogue models and hub ids are downloaded if they
+    are not here, unless JAXDECODE_OFFLINE or HF_HUB_OFFLINE is set. ValueError: unknown source, dtype or scheme,
+    damaged or unsupported file; FileNotFoundError: a file that is not there and cannot be fetched; ImportError: a
+    package that is missing.
 
     >>> loaded = load("toy")
     >>> loaded.tokenizer.decode(loaded.tokenizer.encode("words"))

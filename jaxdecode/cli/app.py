@@ -63,7 +63,8 @@ MeshOption = Annotated[
     ),
 ]
 Steady = Annotated[
-    bool, typer.Option("--steady", help="Arithmetic by which int8 gives the same over other meshes; a tenth slower.")
+    bool,
+    typer.Option("--steady", help="Arithmetic by which int8 on CPUs gives the same over other meshes; a tenth slower."),
 ]
 NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs for the next call.")

@@ -18,7 +18,7 @@ __all__ = ["Results", "digest", "numbered_lines"]
 
 SYNC_SECONDS = 1.0  # between two fsyncs: what a power cut may cost
 FORMAT, VERSION = "jaxdecode-batch", 1
-LATER = {"mesh": None, "steady": False}  # what holds for files that were begun before there were these options
+LATER = {"steady": False}  # what holds for files that were begun before there was this option
 
 
 def digest(line_id: str | int) -> int:

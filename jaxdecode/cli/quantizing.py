@@ -137,7 +137,7 @@ def _calibrated(
     found = calibration.calibrate(
         loaded.config, loaded.params, tokens, asked.scheme, **how, folder=work, progress=progress
     )
-    params = found.params
+    params, let_off = found.params, sorted(n for n, x in found.activations.items() if x > calibration.UNROUNDED_ABOVE)
     if asked.tune:
         more: Any = {"steps": asked.tune, "folder": work / "tuning", "progress": progress}
         count = min(asked.tune, len(ids) // asked.window)
@@ -148,6 +148,7 @@ def _calibrated(
         "method": asked.method,
         "scheme": asked.scheme,
         **how,
+        **({"activations_not_rounded": let_off} if found.activations else {}),
         "text": text,
         "tune": asked.tune,
         "seed": asked.seed,

@@ -315,7 +315,8 @@ def encoded(k: jax.Array, v: jax.Array, like: AnyBlock) -> AnyBlock:
     def rounded(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
         wide = x.astype(jnp.float32)
         scale = jnp.max(jnp.abs(wide), axis=axis) * np.float32(1 / 127)
-        steps = wide * jnp.expand_dims(1 / jnp.where(scale > 0, scale, 1), axis)  # not `/`: see linear.int8
+        inverse = 1 / jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1)  # not `wide / scale`: see arithmetic.py
+        steps = wide * jnp.expand_dims(inverse, axis)
         return jnp.clip(jnp.round(steps), -127, 127).astype(jnp.int8), scale
 
     (k, k_scale), (v, v_scale) = rounded(k, 2), rounded(v, 3)

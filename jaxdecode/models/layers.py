@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +104,10 @@ def _attention(
 
 
 def _mlp(config: TransformerConfig, params: Params, x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
-    own = {"silu": arithmetic.silu, "gelu_tanh": arithmetic.gelu_tanh}
-    activation = own.get(config.activation, functools.partial(jax.nn.gelu, approximate=False))
+    gelu = functools.partial(jax.nn.gelu, approximate=False)
+    known: dict[str, Callable[[jax.Array], jax.Array]]
+    known = {"silu": arithmetic.silu, "gelu": gelu, "gelu_tanh": arithmetic.gelu_tanh}
+    activation = known[config.activation]
     if config.n_experts:
         return experts.mix(config, params, x, activation, arithmetic)
     name = "gate_up" if config.gated else "up"
